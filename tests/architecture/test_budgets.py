@@ -25,7 +25,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",
     "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",
-    "grammar/limits.py": "every bound of a grammar on one page, imported without llguidance",
     "kernels/cpu/norm.py": "numba kernels: compiled at import, only on CPUs",
     "kernels/gpu/activation.py": "one kernel",
     "kernels/gpu/backends/interface.py": "the protocol of three backends; imports none",

@@ -18,6 +18,7 @@ LAZY = {
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
 READS_ENVIRONMENT = {
     "catalog/store.py": "XDG_CACHE_HOME",
+    "core/worker_process.py": "handed on to the worker, with one thread of BLAS",
     "bench/startup.py": "handed on to the process that is measured, with other folders for compiled kernels",
 }
 

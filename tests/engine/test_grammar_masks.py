@@ -1,5 +1,6 @@
 """Grammars on the engine's loop: one that takes too long ends its own sequences only."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ class TwoGrammars:
             opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size, cpu_time=self.clock
         )
         (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
+        (self.brace,) = opened.tokenizer.encode('{"')
         self.slow, self.other = _group(0, 2), _group(1, 1)
         self.grammars.begin(self.slow, self.grammars.matchers(SLOW, 2))
         self.grammars.begin(self.other, self.grammars.matchers(OTHER, 1))
@@ -101,8 +103,29 @@ def test_a_slow_token_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGr
     first = two_grammars.slow.sequences[0]
     two_grammars.clock.next_s = 2 * limits.FOLLOWING_CPU_S
     two_grammars.advance(first, two_grammars.letter)
-    assert two_grammars.scheduler.concluded == [(first, FinishReason.FAILED)]
+    assert two_grammars.scheduler.concluded == [(first, FinishReason.GRAMMAR_FAILED)]
     assert two_grammars.rows_left() == [False, False, True]
+
+
+def test_a_grammar_beyond_its_limits_is_the_clients_mistake_and_a_token_that_no_mask_allowed_is_ours(
+    two_grammars: TwoGrammars,
+) -> None:
+    """The first token of this grammar has a mask; after it, the parser's row is too long."""
+    alternatives: dict[str, object] = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+    }
+    for _ in range(3):
+        alternatives = {"anyOf": [alternatives] * 6}
+    too_large = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(alternatives))
+    group = _group(2, 1)
+    two_grammars.grammars.begin(group, two_grammars.grammars.matchers(too_large, 1))
+    two_grammars.advance(group.sequences[0], two_grammars.brace)
+    two_grammars.advance(two_grammars.other.sequences[0], two_grammars.brace)
+    assert two_grammars.scheduler.concluded == [
+        (group.sequences[0], FinishReason.GRAMMAR_FAILED),
+        (two_grammars.other.sequences[0], FinishReason.FAILED),
+    ]
 
 
 @pytest.mark.parametrize(("taken_s", "second_goes_on"), [(limits.FAILING_CPU_S, True), (0.1, False)])

@@ -40,9 +40,10 @@ from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront, pack
 from quire.grammar.vocabulary import GrammarVocabulary
-from quire.server import engine_supervisor, grammar_precompiler
+from quire.server import engine_supervisor
 from quire.server import server as lifecycle
 from quire.server.context import ServedModel
+from quire.server.grammar_precompiler import CompileWorker
 from quire.server.server import DrainingServer, Server, ServerObservers, Tracer
 from tests.server.server_process import PATIENCE_S
 
@@ -110,6 +111,16 @@ def _open_model(config: EngineConfig, *_: object) -> OpenedModel:
 _vocabulary = functools.cache(GrammarVocabulary)  # of one tokenizer, which `_opened` keeps
 
 
+class SharedCompileWorker(CompileWorker):
+    """Outlives the server that started it."""
+
+    def close(self) -> None:
+        pass
+
+
+_compile_worker = functools.cache(SharedCompileWorker)
+
+
 @contextmanager
 def local_engines() -> Iterator[None]:
     """Engines that are started inside are threads; what they read of a model is read once."""
@@ -120,7 +131,7 @@ def local_engines() -> Iterator[None]:
         patch.object(serving, "open_model", _open_model),
         patch.object(batching, "open_model", _open_model),
         patch.object(grammar_masks, "GrammarVocabulary", _vocabulary),
-        patch.object(grammar_precompiler, "GrammarVocabulary", _vocabulary),
+        patch.object(lifecycle, "CompileWorker", _compile_worker),
     ):
         yield
 

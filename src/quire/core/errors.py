@@ -55,6 +55,16 @@ class UnsupportedSchema(InvalidGrammar):
     code = "unsupported_schema"
 
 
+class GrammarFailed(InvalidGrammar):
+    """A grammar that exceeded a limit while an output followed it: the finish reason is "grammar_failed"."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The grammar became too large or too slow while this output followed it. Use fewer alternatives, and fewer "
+            "optional and repeated parts beside one another."
+        )
+
+
 class ContextLengthExceeded(QuireError):
     """Prompt plus completion is longer than the model's context. `at_least`: the text was not tokenized to its end."""
 

@@ -60,6 +60,7 @@ class FinishReason(Enum):
     ABORT = "abort"
     ERROR = "error"  # there was no token to sample: the logits were not finite
     NOTHING_LEFT = "nothing_left"  # its own constraints left no token; the engine sets this, never a runner
+    GRAMMAR_FAILED = "grammar_failed"  # its grammar exceeded a limit; the engine sets this, too
     EXPIRED = "expired"  # its deadline passed before it was admitted
     FAILED = "failed"  # its step or its admission failed
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and this was its largest request

@@ -154,12 +154,14 @@ class Engine:
         return output
 
     def _with_cause(self, over: FinishedSequence) -> FinishedSequence:
-        """NOTHING_LEFT in place of ERROR, where the request itself left no token to choose. A beam search ends with
-        the first beam that has none."""
+        """GRAMMAR_FAILED or NOTHING_LEFT in place of ERROR, where the request itself left no token to choose. A beam
+        search ends with the first beam that has none."""
         group = self._groups.get(RequestId(over.number))
         if over.reason is not FinishReason.ERROR or group is None:
             return over
         sequence = group.sequences[over.sequence - group.sequences[0].id]
+        if self.grammars is not None and self.grammars.has_failed(sequence):
+            return over._replace(reason=FinishReason.GRAMMAR_FAILED)
         mask = None if self.grammars is None else self.grammars.mask(sequence)
         candidates = (sequence,) if group.request.beam is None else group.sequences
         is_own_doing = any(is_nothing_left(each, mask, self.validator.vocab_size) for each in candidates)

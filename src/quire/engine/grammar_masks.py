@@ -28,6 +28,12 @@ from quire.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
+def _pass_interrupt(error: BaseException) -> None:
+    """Re-raise what ends the process. All else fails one request; a panic of llguidance is no `Exception`."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+
+
 class GrammarMasks:
     """Starts with a request group, advances with its tokens, drops finished sequences."""
 
@@ -74,6 +80,11 @@ class GrammarMasks:
             self._fill(sequence, row)
         return bits
 
+    def has_failed(self, sequence: Sequence) -> bool:
+        """Whether its grammar exceeded a limit."""
+        entry = self._matchers.get(sequence.id)
+        return entry is not None and entry[1].failed
+
     def mask(self, sequence: Sequence) -> IntArray | None:
         """The mask of a sequence that ended without a token; None without a working grammar."""
         entry = self._matchers.get(sequence.id)
@@ -82,7 +93,8 @@ class GrammarMasks:
         bits = np.zeros(self._num_words, dtype=np.int32)
         try:
             return bits if entry[1].fill_mask(bits) else None
-        except Exception:
+        except BaseException as error:
+            _pass_interrupt(error)
             _log.exception("the grammar of request %s failed", sequence.request.id)
             return None
 
@@ -96,7 +108,8 @@ class GrammarMasks:
                 row[:] = 0
             if matcher.failed:
                 _log.error("the grammar matcher of request %s failed", sequence.request.id)
-        except Exception:  # of this row only: no token is allowed, and it ends
+        except BaseException as error:  # of this row only: no token is allowed, and it ends
+            _pass_interrupt(error)
             row[:] = 0
             _log.exception("the grammar of request %s failed", sequence.request.id)
 
@@ -119,8 +132,10 @@ class GrammarMasks:
             started_s = self._cpu_time()
             taken = matcher.advance(token)
             if self._is_slow(matcher, started_s) or not taken:
-                return FinishReason.FAILED
-        except Exception:
+                _log.error("the grammar matcher of sequence %s failed: %.200s", name, matcher.trouble)
+                return FinishReason.FAILED if matcher.violated else FinishReason.GRAMMAR_FAILED
+        except BaseException as error:
+            _pass_interrupt(error)
             _log.exception("a grammar failed to consume a token")
             return FinishReason.FAILED
         return FinishReason.STOP if matcher.stopped else None

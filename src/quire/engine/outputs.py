@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.core.errors import DeadlineExpired, NothingLeft, NumericalError, OutOfMemory, QuireError, RequestFailed
+from quire.core.errors import (
+    DeadlineExpired,
+    GrammarFailed,
+    NothingLeft,
+    NumericalError,
+    OutOfMemory,
+    QuireError,
+    RequestFailed,
+)
 from quire.core.ids import FloatArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
@@ -134,6 +142,8 @@ def failure_of(reason: FinishReason | None, num_prompt: int, params: SamplingPar
         return NumericalError()
     if reason is FinishReason.NOTHING_LEFT:
         return NothingLeft([name for name in _FORBIDDING if getattr(params, name)], formed=params.grammar is not None)
+    if reason is FinishReason.GRAMMAR_FAILED:
+        return GrammarFailed()
     if reason is FinishReason.FAILED:
         return RequestFailed()
     if reason is FinishReason.EXPIRED:

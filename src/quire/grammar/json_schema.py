@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 from quire.core.errors import InvalidGrammar, UnsupportedSchema, shown
 from quire.grammar import limits
+from quire.grammar.expansion import check_expansion
 
 ENFORCED = frozenset(
     {
@@ -127,6 +128,7 @@ def check_schema(schema: object) -> dict[str, object]:
     schemas = [part.schema for part in parts if isinstance(part.schema, dict)]
     _check_cost(schemas)
     _check_reach(root, schemas)
+    check_expansion(schemas, lambda reference: _resolved(root, reference), _intersects)
     for part_schema in schemas:
         _make_exact(part_schema)
     return root

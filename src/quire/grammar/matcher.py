@@ -30,7 +30,7 @@ class MatcherSource(Protocol):
 class GrammarMatcher:
     """One sequence's state in its grammar: a function of the consumed tokens. Not thread-safe."""
 
-    __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble")
+    __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble", "violated")
 
     def __init__(self, pattern: MatcherSource) -> None:
         self.pattern = pattern
@@ -40,6 +40,7 @@ class GrammarMatcher:
         self._renewed_at = -_TOKENS_BETWEEN_RENEWALS
         self._ended = False
         self.failed = False  # no token is allowed any more: the sequence must end with an error
+        self.violated = False  # it failed because a token was consumed that no mask had allowed
         self.trouble = ""  # llguidance's error message of a failed mask; empty if the mask was merely empty
 
     def fill_mask(self, mask_row: IntArray) -> bool:
@@ -66,6 +67,8 @@ class GrammarMatcher:
             self._tokens.append(token)
             return True
         self.failed = True
+        self.trouble = self._inner.get_error()
+        self.violated = not self._allows(token)
         return False
 
     @property
@@ -128,6 +131,14 @@ class GrammarMatcher:
         self.failed = True
         mask_row[:] = 0
         return False
+
+    def _allows(self, token: int) -> bool:
+        """Whether the last mask allowed a token, or would have exceeded a limit. Slow: replays the output."""
+        replayed = self._origin.deep_copy()
+        if self._tokens and not replayed.consume_tokens(self._tokens):
+            return True
+        mask = np.frombuffer(replayed.compute_bitmask(), np.int32)
+        return replayed.is_error() or bool(mask[token >> 5] >> (token & 31) & 1)
 
     def _renew(self) -> bool:
         """Replay the same tokens with a new lexer."""

@@ -34,7 +34,7 @@ from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
 from quire.server.context import ServedModel, ServerState, make_served_model
 from quire.server.engine_supervisor import Supervisor
-from quire.server.grammar_precompiler import GrammarPrecompiler
+from quire.server.grammar_precompiler import CompileWorker, GrammarPrecompiler
 from quire.server.http.errors import Stopping
 from quire.server.metrics import Metrics
 
@@ -209,10 +209,15 @@ class Server:
 
     async def run_engine(self) -> None:
         """Start the engine and restart it when it dies. Ends only with an error."""
+        opened = self._config.opened
+        worker = CompileWorker(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
+        with contextlib.closing(GrammarPrecompiler(worker)) as constrainer:
+            constrainer.warm()  # while the engine loads
+            await self._run_engine(constrainer)
+
+    async def _run_engine(self, constrainer: GrammarPrecompiler) -> None:
         config = self._config
         opened = config.opened
-        constrainer = GrammarPrecompiler(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
-        constrainer.warm()  # while the engine loads
         info = await self.supervisor.first_start()
         self.state.loaded = make_served_model(
             opened,

@@ -3,10 +3,8 @@
 What a grammar allows is tested in tests/grammar; here, that it reaches the sampler and holds over HTTP.
 """
 
-import asyncio
 import json
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +15,9 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.core.errors import InvalidGrammar, InvalidParameter
-from quire.core.sampling import Grammar, GrammarKind
-from quire.server.grammar_precompiler import CompilersBusy, GrammarPrecompiler
 from tests.server.chat.test_tools import CITY, NAMED, TOOLS, hermes, named_arguments
 from tests.server.chat_server import MODEL, speaking
 from tests.server.conftest import Running
-from tests.server.server_process import PATIENCE_S
 from tests.tiers import long_only
 
 DOCS = Path(__file__).parents[3] / "docs" / "structured-output.md"
@@ -248,66 +242,6 @@ def test_a_call_of_a_strict_tool_follows_its_schema(scripted: openai.OpenAI) -> 
     assert held.message.tool_calls is not None
     written = held.message.tool_calls[0].function.arguments  # type: ignore[union-attr]
     assert re.match(r'\{\s*"city":\s*"', written), "a number was not to be had"
-
-
-class Blocked:
-    """A compiler that has one grammar cached, and blocks on all others until it is released."""
-
-    def __init__(self) -> None:
-        self.let_go = threading.Event()
-        self.taken_up: list[Grammar] = []
-
-    def knows(self, grammar: Grammar) -> bool:
-        return grammar.text == "known"
-
-    def compile(self, grammar: Grammar) -> None:
-        self.taken_up.append(grammar)
-        self.let_go.wait()
-
-
-def blocked_constrainer(*, patience_s: float, deadline_s: float) -> tuple[GrammarPrecompiler, Blocked]:
-    compiler = Blocked()
-    constrainer = GrammarPrecompiler(None, (), 8, patience_s=patience_s, deadline_s=deadline_s)
-    constrainer._compiler = compiler  # type: ignore[assignment]
-    return constrainer, compiler
-
-
-def regex(text: str) -> Grammar:
-    return Grammar(GrammarKind.REGEX, text)
-
-
-def test_a_grammar_that_takes_too_long_is_refused() -> None:
-    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
-    with pytest.raises(InvalidGrammar, match="within 0 s") as refused:
-        asyncio.run(hasty.check(regex("a"), "structured_outputs"))
-    compiler.let_go.set()
-    assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
-
-
-def test_busy_compilers_are_a_503_and_a_compiled_grammar_needs_none() -> None:
-    """The threads go on with what was given up; its time in the queue is no fault of the next one's."""
-    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
-
-    async def crowd() -> None:
-        for text in ("first", "second"):
-            with pytest.raises(InvalidGrammar):
-                await hasty.check(regex(text), "structured_outputs")
-        hasty._patience_s = 0.0
-        with pytest.raises(CompilersBusy, match=r"All 2 threads .* busy for 0 s") as refused:
-            await hasty.check(regex("third"), "structured_outputs")
-        assert (refused.value.status, refused.value.retry_after_s) == (503, 2.0)
-        await hasty.check(regex("known"), "structured_outputs")
-
-    asyncio.run(crowd())
-    compiler.let_go.set()
-    hasty._threads.shutdown()
-    assert [grammar.text for grammar in compiler.taken_up] == ["first", "second"], "the third never started"
-
-
-def test_a_model_without_a_tokenizer_refuses_grammars() -> None:
-    grammar = Grammar(GrammarKind.JSON_OBJECT, "")
-    with pytest.raises(InvalidParameter, match="no tokenizer"):
-        asyncio.run(GrammarPrecompiler(None, (), 8).check(grammar, "response_format"))
 
 
 def test_the_documented_examples_work(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ _REASONS = (  # numbered by position: append only
     FinishReason.OUT_OF_MEMORY,
     FinishReason.FAILED,
     FinishReason.NOTHING_LEFT,
+    FinishReason.GRAMMAR_FAILED,
 )
 _STOPPINGS = (EarlyStopping.WHEN_FULL, EarlyStopping.WHEN_UNLIKELY, EarlyStopping.NEVER)
 
