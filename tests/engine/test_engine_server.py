@@ -2,20 +2,23 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
-from quire.core.step import FinishReason
+from quire.core.step import FinishReason, Masks, StepPlan
 from quire.core.step_output import StepOutput
+from quire.engine import engine_server
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.messages import (
     AbortRequest,
     Accepted,
     AddRequest,
+    Heartbeat,
     Query,
     QueryReply,
     Refused,
@@ -26,8 +29,10 @@ from quire.engine.request_validator import RequestValidator
 from quire.engine.stats import EngineStats
 from quire.engine.wire import FrameDecoder, Message, ToFront, pack, read_for_front
 from quire.kv.manager import KVManager
+from quire.sched.cost_model import Constants, CostTable
+from quire.sched.loop import Progress
 from quire.sched.scheduler import Scheduler
-from quire.sim.runners import ToyRunner
+from quire.sim.runners import FinishedStep, ToyRunner
 
 VOCAB = 50
 
@@ -66,11 +71,27 @@ class Wire:
                     return tokens, over.reason
 
 
-@pytest.fixture
-def wire() -> Iterator[Wire]:
+class SteppedRunner(ToyRunner):
+    """Each step waits until the test lets it continue."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        self.begun.release()
+        assert self.allowed.acquire(timeout=30)
+        return super().launch(plan, masks)
+
+
+def make_engine(runner: ToyRunner, clock: Callable[[], float], cost: CostTable | None = None) -> Engine:
     door = RequestValidator(vocab_size=VOCAB, end_ids=(), max_length=10_000, max_rows=4, num_blocks=2000, block_size=4)
-    scheduler = Scheduler(KVManager(2000, 4, 4), max_rows=4, max_step_tokens=64)
-    engine = Engine(scheduler, ToyRunner(VOCAB), door, depth=0, seed=0, clock=lambda: 0.0)
+    scheduler = Scheduler(KVManager(2000, 4, 4), max_rows=4, max_step_tokens=64, cost=cost)
+    return Engine(scheduler, runner, door, depth=0, seed=0, clock=clock)
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[Wire]:
     ours, theirs = socket.socketpair()
     ticks = iter(range(10**9))
     thread = threading.Thread(target=EngineServer(engine, theirs, lambda: float(next(ticks))).run)
@@ -81,6 +102,12 @@ def wire() -> Iterator[Wire]:
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    with serving(make_engine(ToyRunner(VOCAB), lambda: 0.0)) as wire:
+        yield wire
 
 
 def add_request(number: int, prompt: list[int], **params: object) -> Message:
@@ -108,6 +135,41 @@ def test_the_loop_sends_heartbeats_with_stats(wire):
     while (stats := wire.next(EngineStats)).num_running == 0:
         pass
     assert stats.num_running == 1 and stats.step >= 0
+
+
+def test_heartbeats_say_how_long_a_step_takes_and_was_expected_to(monkeypatch):
+    """They come while the step runs, from another thread."""
+    monkeypatch.setattr(engine_server, "HEARTBEAT_S", 0.001)
+    now_s, cost = [100.0], CostTable(Constants(40.0, 0.0, 0.0, 0.0, 0.0))
+    runner = SteppedRunner()
+    with serving(make_engine(runner, lambda: now_s[0], cost)) as wire:
+        wire.send(add_request(1, [3], max_tokens=2))
+        for _ in range(2):
+            assert runner.begun.acquire(timeout=30)
+            now_s[0] += 39.0
+            while wire.next(Heartbeat) != Heartbeat(39.0, 40.0):
+                pass
+            runner.allowed.release()
+        while wire.next(Heartbeat) != Heartbeat(0.0, 0.0):
+            pass
+
+
+def test_progress_changes_as_a_whole_when_a_step_ends():
+    """Else a long step would look like a hang just after its end: its time, and nothing expected."""
+    now_s, seen = [100.0], []
+
+    class LongSteps(ToyRunner):
+        def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+            seen.append(engine.progress)
+            now_s[0] += 40.0
+            return super().launch(plan, masks)
+
+    engine = make_engine(LongSteps(VOCAB), lambda: now_s[0], CostTable(Constants(40.0, 0.0, 0.0, 0.0, 0.0)))
+    engine.submit(AddRequest(1, [3], SamplingParams(max_tokens=2)))
+    while not engine.idle:
+        engine.step()
+        seen.append(engine.progress)
+    assert seen == [Progress(100, 40), Progress(140), Progress(140, 40), Progress(180)]
 
 
 def test_a_refused_and_an_undecodable_request_do_not_affect_others(wire):

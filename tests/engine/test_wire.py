@@ -18,6 +18,7 @@ from quire.engine.messages import (
     AbortRequest,
     Accepted,
     AddRequest,
+    Heartbeat,
     LoadProgress,
     Query,
     QueryReply,
@@ -119,6 +120,7 @@ MESSAGES = {
     StepOutput: STEP_OUTPUT,
     EngineStats: st.builds(EngineStats, **dict.fromkeys((f.name for f in fields(EngineStats)[:-1]), NUMBER)),
     QueryReply: st.builds(QueryReply, NUMBER, st.binary(max_size=8)),
+    Heartbeat: st.builds(Heartbeat, SECONDS, SECONDS),
 }
 
 

@@ -42,7 +42,8 @@ class Script:
         self.submitted: list[tuple[list[int], SamplingParams, RequestOptions]] = []
         self.calls: list[RequestStream] = []
         self.num_left = 0
-        self.attached, self.draining, self.heartbeat_s = True, False, math.inf
+        self.attached, self.draining = True, False
+        self.heartbeat_s, self.progress_s, self.expected_s = math.inf, math.inf, 0.0
         self.info = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryUsage(), 1, 0)
         self.stats = None
 

@@ -241,6 +241,25 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(in_harness, 
     in_harness(body)
 
 
+def test_an_engine_with_long_steps_stays_ready_and_serves(opened, tmp_path, monkeypatch):
+    """Steps that take longer than both limits, as the script says that they do."""
+    monkeypatch.setattr(supervising, "READY_WITHIN_S", 2.5)
+    monkeypatch.setattr(supervising, "KILL_AFTER_S", 2.5)
+
+    async def body() -> None:
+        async with harness(opened, tmp_path, '{"step_ms": 3500}' + LINES) as w:
+            pid = w.supervisor.engine_pid
+            serving = asyncio.create_task(w.response("hi", SamplingParams(temperature=0.0, max_tokens=1)))
+            seen = set()
+            while not serving.done():
+                seen.add(w.supervisor.health)
+                await asyncio.sleep(0.05)
+            assert len((await serving).outputs[0].token_ids) == 1
+            assert seen == {Health.READY} and w.supervisor.num_restarts == 0 and w.supervisor.engine_pid == pid
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("lines", "config", "kind"),
     [

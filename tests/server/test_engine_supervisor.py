@@ -9,14 +9,22 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
-from quire.engine.messages import LoadProgress
+from quire.engine.messages import Heartbeat, LoadProgress
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.engine.wire import Message, ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel
-from quire.server.engine_supervisor import MAX_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
+from quire.server.engine_supervisor import (
+    KILL_AFTER_S,
+    MAX_FAILED,
+    READY_WITHIN_S,
+    SILENT_START_S,
+    STABLE_S,
+    Health,
+    Supervisor,
+)
 from tests.server.scripted_app import Script, app_over, events
 
 INFO = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryUsage(), 1, 0)
@@ -70,6 +78,17 @@ class SupervisedEngines:
         while len(self.engines) <= number:
             await _turns()
         return self.engines[number]
+
+    async def beats(self, seconds: int, expected_s: float) -> list[tuple[Health, bool]]:
+        """A step begins now and takes at least so many seconds: what is seen after each."""
+        seen, engine = [], self.engines[-1]
+        for running_s in range(1, seconds + 1):
+            self.now_s += 1.0
+            if not engine.num_kills:
+                engine.deliver(Heartbeat(float(running_s), expected_s))
+            await _turns()
+            seen.append((self.supervisor.health, self.supervisor.hangs or engine.num_kills > 0))
+        return seen
 
     async def watched(self) -> asyncio.Task[None]:
         """The first engine is ready, and the supervisor watches it."""
@@ -149,7 +168,7 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
         supervised.now_s += SILENT_START_S + 1
         (await supervised.started(2)).deliver(INFO)
         await _turns()
-        supervised.engine.heartbeat_s = supervised.now_s
+        supervised.engine.note_heartbeat()
         assert hanging.num_kills == 1 and supervised.supervisor.health is Health.READY
         assert supervised.supervisor.num_restarts == 2
         await supervised.supervisor.stop()
@@ -169,7 +188,7 @@ def test_restarts_back_off_and_then_stop(
             engine.deliver(INFO)
             await _turns()
             supervised.now_s += STABLE_S - 1
-            supervised.engine.heartbeat_s = supervised.now_s
+            supervised.engine.note_heartbeat()
             engine.end()
         with pytest.raises(EngineFailed, match=f"ended {MAX_FAILED} times in a row .* within 60 s of being ready"):
             await watching
@@ -188,10 +207,85 @@ def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPat
             engine.deliver(INFO)
             await _turns()
             supervised.now_s += lived_s
-            supervised.engine.heartbeat_s = supervised.now_s
+            supervised.engine.note_heartbeat()
             engine.end()
         await supervised.started(6)
         assert supervised.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+@pytest.mark.parametrize("expected_s", [40.0, 5.0, 1000.0])
+def test_a_step_that_was_expected_to_take_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, expected_s: float) -> None:
+    """And a later one that hangs is told by its own expected time."""
+
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        longest_s = int(min(10 * expected_s, expected_s + 300))
+        assert longest_s > KILL_AFTER_S
+        assert await supervised.beats(longest_s - 1, expected_s) == [(Health.READY, False)] * (longest_s - 1)
+        assert (await supervised.beats(longest_s, expected_s))[-1][1]
+        assert supervised.engines[0].num_kills == 1
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+@pytest.mark.parametrize("expected_s", [0.0, 0.05, 0.5])
+def test_a_loop_that_hangs_is_told_in_seconds_though_its_process_beats(
+    monkeypatch: pytest.MonkeyPatch, expected_s: float
+) -> None:
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        ready, stalled = int(READY_WITHIN_S) - 1, int(KILL_AFTER_S - READY_WITHIN_S)
+        seen = await supervised.beats(int(KILL_AFTER_S), expected_s)
+        assert seen[:-1] == [(Health.READY, False)] * ready + [(Health.STALLED, False)] * stalled
+        assert seen[-1][1] and supervised.engines[0].num_kills == 1
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+def test_a_process_without_heartbeats_is_killed_whatever_its_step_was_expected_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        supervised.engines[0].deliver(Heartbeat(0.0, 1000.0))
+        await _turns()
+        for second in range(1, int(KILL_AFTER_S)):
+            supervised.now_s += 1.0
+            await _turns()
+            assert supervised.supervisor.health is (Health.READY if second < READY_WITHIN_S else Health.STALLED)
+            assert supervised.engines[0].num_kills == 0 and not supervised.supervisor.hangs
+        supervised.now_s += 1.0
+        await _turns()
+        assert supervised.engines[0].num_kills == 1
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+def test_an_engine_is_not_killed_because_its_front_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the front was stopped, or swapped out: heartbeats of that time are read after the first check."""
+
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        await _turns()
+        supervised.now_s += 10 * KILL_AFTER_S
+        await _turns()
+        supervised.engines[0].deliver(Heartbeat(0.1, 0.1))
+        await _turns()
+        assert supervised.engines[0].num_kills == 0 and supervised.supervisor.health is Health.READY
         await supervised.supervisor.stop()
         await watching
 

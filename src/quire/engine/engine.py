@@ -17,7 +17,7 @@ from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.messages import Accepted, AddRequest
 from quire.engine.request_validator import RequestValidator
 from quire.sched.explain import Explanation
-from quire.sched.loop import Loop, Span
+from quire.sched.loop import Loop, Progress, Span
 from quire.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -175,6 +175,15 @@ class Engine:
     @property
     def prepared(self) -> bool:
         return self._preparing is None or self._preparing.prepared
+
+    @property
+    def progress(self) -> Progress:
+        """What the loop does now, and since when. May be read on another thread."""
+        return self._loop.progress
+
+    def note_progress(self) -> None:
+        """Something other than a step is done: the loop continues."""
+        self._loop.progress = Progress(self.clock())
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -1,13 +1,14 @@
-"""Engine server: the loop of the engine process. Reads messages, steps the engine, sends step outputs and heartbeats.
+"""Engine server: the loop of the engine process. Reads messages, steps the engine, sends step outputs and statistics.
 
-Only the thread that steps the engine sends the heartbeat, so a heartbeat proves that the loop runs. A message can fail
-its own request only.
+A second thread sends heartbeats, which do not wait for a step: each says how long the current iteration of the loop has
+run, and how long the steps in flight were expected to take. A message can fail its own request only.
 """
 
 import logging
 import queue
 import select
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -18,14 +19,14 @@ from quire.core.ids import RequestId
 from quire.core.sampling import Grammar
 from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
-from quire.engine.messages import AbortRequest, AddRequest, Query, QueryReply, Refused, StopSequence
+from quire.engine.messages import AbortRequest, AddRequest, Heartbeat, Query, QueryReply, Refused, StopSequence
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
 
-HEARTBEAT_S = 0.5  # between two beats, unless a step takes longer
+HEARTBEAT_S = 0.5  # between two heartbeats; between two statistics, unless a step takes longer
 _READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ class EngineServer:
         self._socket = connection
         self._clock = clock
         self._decoder = FrameDecoder()
-        self._heartbeat_s = -HEARTBEAT_S
+        self._stats_s = -HEARTBEAT_S
+        self._ended = threading.Event()
+        self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
         self._closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiling: set[int] = set()
@@ -48,15 +51,29 @@ class EngineServer:
 
     def run(self) -> None:
         """The main loop of the engine process."""
-        while True:
-            self._read()
-            if self._closed:
-                return
-            if not self._engine.idle:
-                self._step()
-            else:
-                self._engine.prepare()
-            self._heartbeat()
+        beating = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+        beating.start()
+        try:
+            while True:
+                self._read()
+                if self._closed:
+                    return
+                if not self._engine.idle:
+                    self._step()
+                else:
+                    self._engine.prepare()
+                self._send_stats()
+                self._engine.note_progress()
+        finally:
+            self._ended.set()
+            beating.join(HEARTBEAT_S)
+
+    def _send_heartbeats(self) -> None:
+        """Kernels release the GIL, so no step delays a heartbeat."""
+        while not self._ended.wait(HEARTBEAT_S):
+            now_s = self._engine.clock()  # before the progress, which may change in between: never too long a time
+            since_s, expected_s = self._engine.progress
+            self._send(Heartbeat(max(now_s - since_s, 0.0), expected_s))
 
     def _step(self) -> None:
         output = self._engine.step()
@@ -80,14 +97,14 @@ class EngineServer:
             else:
                 raise error
 
-    def _heartbeat(self) -> None:
+    def _send_stats(self) -> None:
         now_s = self._clock()
-        if now_s - self._heartbeat_s >= HEARTBEAT_S:
-            self._heartbeat_s = now_s
+        if now_s - self._stats_s >= HEARTBEAT_S:
+            self._stats_s = now_s
             self._send(stats_of(self._engine))
 
     def _read(self) -> None:
-        """Handle every message that has arrived; when idle, wait for one until the next heartbeat."""
+        """Handle every message that has arrived; when idle, wait for one until the next statistics."""
         timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared else 0.0
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
             timeout_s = 0.0
@@ -191,7 +208,10 @@ class EngineServer:
             self._send(Refused(number, error))
 
     def _send(self, message: Message) -> None:
+        """Thread-safe."""
+        frame = pack(message)
         try:
-            self._socket.sendall(pack(message))
+            with self._sending:
+                self._socket.sendall(frame)
         except OSError:
             self._closed = True

@@ -56,7 +56,14 @@ class Query(NamedTuple):
     number: int = 0
 
 
-# Engine to front. So are `StepOutput`, `StartupPhase`, `EngineInfo` (when ready) and `EngineStats` (the heartbeat).
+# Engine to front. So are `StepOutput`, `StartupPhase`, `EngineInfo` (when ready) and `EngineStats`.
+
+
+class Heartbeat(NamedTuple):
+    """What the engine's loop does now. Sent by another thread of its process, however long a step takes."""
+
+    running_s: float = 0.0  # since the loop last completed an iteration
+    expected_s: float = 0.0  # predicted time of the steps in flight; 0 between two steps
 
 
 class LoadProgress(NamedTuple):

@@ -50,7 +50,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
     resolved = resolve(config, spec, spec.kv_bytes_per_token(2), machine)
     watch.done("script", f"{len(script.lines)} lines · {path.name}")
     engine = Engine(
-        make_scheduler(config, resolved, CostTable(UNMEASURED)),
+        make_scheduler(config, resolved, CostTable(replace(UNMEASURED, seconds_per_step=1e-3 + script.step_s))),
         ScriptedRunner(script.choose, spec.vocab_size, lambda: time.sleep(script.step_s)),
         make_validator(spec.vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,

@@ -1,4 +1,4 @@
-"""Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent with each heartbeat), memory usage."""
+"""Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent between steps), memory usage."""
 
 from dataclasses import dataclass, fields
 

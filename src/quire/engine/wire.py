@@ -18,6 +18,7 @@ from quire.engine.messages import (
     AbortRequest,
     Accepted,
     AddRequest,
+    Heartbeat,
     LoadProgress,
     Query,
     QueryReply,
@@ -33,7 +34,9 @@ _LENGTH_BYTES = 4
 _HEADER_BYTES = _LENGTH_BYTES + 1
 
 ToEngine = StartEngine | AddRequest | AbortRequest | StopSequence | Query
-ToFront = StartupPhase | LoadProgress | EngineInfo | Refused | Accepted | StepOutput | EngineStats | QueryReply
+ToFront = (
+    StartupPhase | LoadProgress | EngineInfo | Refused | Accepted | StepOutput | EngineStats | QueryReply | Heartbeat
+)
 Message = ToEngine | ToFront
 
 

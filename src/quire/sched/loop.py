@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 
@@ -99,6 +100,13 @@ class _StepFailed(Exception):
         self.cause = cause
 
 
+class Progress(NamedTuple):
+    """What the loop does now. Replaced as a whole, so another thread may read it."""
+
+    since_s: float
+    expected_s: float = 0.0  # predicted time of the steps in flight; 0 between two steps
+
+
 class Loop:
     """The whole engine step: plan, launch, absorb."""
 
@@ -116,6 +124,7 @@ class Loop:
         self.depth = depth
         self._runner = runner
         self._clock = clock
+        self.progress = Progress(clock())
         self._masks = masks
         self._span: Span = span or (lambda name: _NOTHING)
         self._in_flight: deque[Pending] = deque()
@@ -144,7 +153,9 @@ class Loop:
 
     def _step(self) -> StepOutput | None:
         with self._span("plan"):
-            plan = self.scheduler.plan(self._clock())
+            now_s = self._clock()
+            plan = self.scheduler.plan(now_s)
+            self.progress = Progress(now_s, self.scheduler.expected_s)
         if plan is not None:
             with self._span("launch"):
                 self._in_flight.append(self._launch(plan))
@@ -153,7 +164,9 @@ class Loop:
             with self._span("wait"):
                 result = self._wait(self._in_flight.popleft())
             with self._span("absorb"):
-                return self.scheduler.absorb(result, self._clock())
+                now_s = self._clock()
+                self.progress = Progress(now_s)
+                return self.scheduler.absorb(result, now_s)
         return None
 
     def _launch(self, plan: StepPlan) -> Pending:

@@ -42,6 +42,7 @@ class _StepInFlight(NamedTuple):
     step: int
     chunks: tuple[tuple[Sequence, int], ...]  # each with the position where its chunk ends
     shape: StepShape
+    expected_s: float
     planned_s: float
     moves: bool  # whether it copies blocks
 
@@ -196,6 +197,11 @@ class Scheduler:
         return self._state.last_absorbed
 
     @property
+    def expected_s(self) -> float:
+        """Predicted time of the steps in flight."""
+        return sum([flight.expected_s for flight in self._in_flight])
+
+    @property
     def num_running(self) -> int:
         """Request groups that hold rows."""
         return len(self._state.groups) - self.num_waiting
@@ -292,9 +298,9 @@ class Scheduler:
             [(s, chunk.start + chunk.length) for s, chunk in zip(builder.chunk_sequences, builder.chunks, strict=True)]
         )
         moves = self.kv.take_moves()
-        self._in_flight.append(
-            _StepInFlight(builder.step, chunks, self._batcher.shape(builder), builder.now_s, bool(moves))
-        )
+        shape = self._batcher.shape(builder)
+        expected_s = self.cost.predict_s(shape)
+        self._in_flight.append(_StepInFlight(builder.step, chunks, shape, expected_s, builder.now_s, bool(moves)))
         num_padding = self._padding(builder)
         counters = state.counters
         counters.computed_tokens += builder.num_decoding + sum(chunk.length for chunk in builder.chunks)

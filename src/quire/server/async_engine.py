@@ -19,7 +19,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AbortRequest, Accepted, Query, QueryReply, Refused, StopSequence
+from quire.engine.messages import AbortRequest, Accepted, Heartbeat, Query, QueryReply, Refused, StopSequence
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import Delta, RequestOutput, failure_of
 from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
@@ -106,6 +106,7 @@ def options_for(context: RequestContext | None, given: RequestOptions) -> Reques
     return replace(given, priority=priority, timeout_s=timeout_s, tenant=context.identity.tenant)
 
 
+_PROGRESS = Heartbeat()
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
 WOKEN_AT_ONCE = 8  # streams, before the loop looks at its sockets again: a reader writes to its client when it is woken
@@ -160,7 +161,9 @@ class AsyncEngine:
         self.draining = False
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
-        self.heartbeat_s = clock()
+        self.heartbeat_s = clock()  # when the engine was last heard
+        self.progress_s = clock()  # since when its loop does what it does
+        self.expected_s = 0.0  # how long that takes, as predicted
         self.finished: Callable[[FinishedRequest], None] = lambda finished: None
         self.lost: Callable[[], None] = lambda: None
         self.progressed: Callable[[Delta, RequestState], None] = lambda delta, state: None
@@ -172,7 +175,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
 
     def attach(self, process: EngineProcess, info: EngineInfo) -> None:
-        self._process, self.info, self.heartbeat_s = process, info, self._clock()
+        self._process, self.info = process, info
+        self.note_heartbeat()
 
     def detach(self) -> None:
         """The engine is gone: every open request fails, and none is accepted until there is another engine."""
@@ -286,7 +290,9 @@ class AsyncEngine:
             case Refused():
                 self._on_loop(self._refused, message.number, message.error)
             case EngineStats():
-                self._on_loop(self._note_heartbeat, message)
+                self._on_loop(self._note_stats, message)
+            case Heartbeat():
+                self._on_loop(self.note_heartbeat, message)
             case QueryReply():
                 self._on_loop(self._note_reply, message.token, message.body)
 
@@ -307,8 +313,14 @@ class AsyncEngine:
 
     # The same, on the loop.
 
-    def _note_heartbeat(self, stats: EngineStats) -> None:
-        self.stats, self.heartbeat_s = stats, self._clock()
+    def note_heartbeat(self, beat: Heartbeat = _PROGRESS) -> None:
+        """The engine was heard. Anything but a heartbeat comes from its loop, which has then made progress."""
+        self.heartbeat_s = self._clock()
+        self.progress_s, self.expected_s = self.heartbeat_s - beat.running_s, beat.expected_s
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
+        self.note_heartbeat()
 
     def _note_reply(self, token: int, body: bytes) -> None:
         reply = self._queries.get(token)
@@ -321,7 +333,7 @@ class AsyncEngine:
             self._end(stream, failure=error)
 
     def _deliver(self, deltas: list[Delta], finished: list[RequestState]) -> None:
-        self.heartbeat_s = self._clock()
+        self.note_heartbeat()
         is_waking = bool(self._to_wake)
         for delta in deltas:
             stream = self._streams.get(int(delta.request_id))

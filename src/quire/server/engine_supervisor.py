@@ -1,7 +1,8 @@
 """Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
 
-Health is progress: the heartbeat that the engine's loop sends, and before it the reports of the start. A configuration
-error (no such model, no memory) is not retried; other failures are retried a limited number of times.
+Health is progress: heartbeats must arrive, and what they say the engine's loop does must not take much longer than it
+was expected to; before them, the reports of the start. A configuration error (no such model, no memory) is not retried;
+other failures are retried a limited number of times.
 """
 
 import asyncio
@@ -19,8 +20,12 @@ from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
 from quire.server.async_engine import AsyncEngine
 
-READY_WITHIN_S = 5.0  # with an older heartbeat the server is not ready
-KILL_AFTER_S = 30.0  # with an older heartbeat the engine is killed
+READY_WITHIN_S = 5.0  # with an older heartbeat, or a loop in one place for longer, the server is not ready
+KILL_AFTER_S = 30.0  # and the engine is killed
+# A step may take longer than these limits if it was expected to: 10 times as long (other programs on the same cores
+# slow a step down by that), but 300 s more at most.
+_STEP_STRETCH = 10
+_STEP_SLACK_S = 300.0
 # A start without a report for this time is killed. It reports each hundredth of the weights (1.4 GB of a model with
 # 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
 SILENT_START_S = 600.0
@@ -31,6 +36,11 @@ _FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with ever
 _LONGEST_WAIT_S = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+def longest_step_s(expected_s: float) -> float:
+    """How long a step may take."""
+    return min(_STEP_STRETCH * expected_s, expected_s + _STEP_SLACK_S)
 
 
 class Health(Enum):
@@ -76,12 +86,23 @@ class Supervisor:
             return Health.STOPPED
         if not self._engine.attached:
             return Health.RESTARTING if self._ever_ready else Health.STARTING
-        return Health.READY if self._clock() - self._engine.heartbeat_s < READY_WITHIN_S else Health.STALLED
+        return Health.STALLED if self._stall(READY_WITHIN_S) else Health.READY
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the last heartbeat."""
-        return self._clock() - self._engine.heartbeat_s
+    def hangs(self) -> bool:
+        """The engine has made no progress for so long that it is killed."""
+        return self._engine.attached and self._stall(KILL_AFTER_S) is not None
+
+    def _stall(self, limit_s: float) -> str | None:
+        """What shows that the engine makes no progress, if anything does. A step may take longer than the limit if it
+        was expected to; a process without heartbeats may not."""
+        now_s, engine = self._clock(), self._engine
+        silent_s, running_s = now_s - engine.heartbeat_s, now_s - engine.progress_s
+        if silent_s >= limit_s:
+            return f"no heartbeat from the engine for {silent_s:.0f} s"
+        if running_s >= max(limit_s, longest_step_s(engine.expected_s)):
+            return f"no progress of the engine for {running_s:.0f} s, and {engine.expected_s:.1f} s were expected"
+        return None
 
     @property
     def engine_pid(self) -> int | None:
@@ -204,9 +225,15 @@ class Supervisor:
 
     async def _watch_one(self) -> None:
         """Until this engine has ended. One that hangs is killed."""
+        checked_s = self._clock()
         while not self._ended.is_set():
-            if self._engine.attached and self.stalled_s > KILL_AFTER_S and self._process is not None:
-                _log.error("no heartbeat from the engine for %.0f s; killing it", self.stalled_s)
+            now_s = self._clock()
+            if now_s - checked_s > READY_WITHIN_S:  # this process stood still, and heartbeats wait to be read
+                self._engine.note_heartbeat()
+            checked_s = now_s
+            stall = self._stall(KILL_AFTER_S) if self._engine.attached else None
+            if stall is not None and self._process is not None:
+                _log.error("%s; killing it", stall)
                 self._process.kill()
                 await self._ended.wait()
                 return
