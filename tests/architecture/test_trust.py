@@ -8,7 +8,7 @@ from tests.architecture.tree import dotted, imported_names, label, package_of, s
 UNPICKLERS = {"pickle", "_pickle", "marshal", "dill", "shelve", "cloudpickle", "joblib"}
 RUN_FOREIGN_CODE = {"eval", "exec", "torch.load", "torch.hub.load", "runpy.run_path", "runpy.run_module"}
 RUN_FOREIGN_CODE |= {"ast.parse", "ast.literal_eval", "literal_eval", "compile"}  # a model's words are read by hand
-TEMPLATE_FILES = {"text/chat_template.py", "text/template_sandbox.py"}  # who may know the template engine
+TEMPLATE_FILES = {"text/template_sandbox.py"}  # who may know the template engine
 SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which one, or what is derived from it
 # The command line starts in a blink, and the composition root picks one body of several.
 LAZY = {

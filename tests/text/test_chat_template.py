@@ -1,11 +1,14 @@
 """Chat templates: the text transformers would give, and nothing else a template could do."""
 
+import os
+import signal
 from datetime import datetime
 
 import pytest
 
 from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt
 from quire.text import template_sandbox as sandbox
+from quire.text import template_worker
 from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
 
@@ -128,7 +131,43 @@ def test_a_template_cannot_go_on_for_ever(template: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(sandbox, "MAX_STEPS", 20_000)
     monkeypatch.setattr(sandbox, "MAX_TEXT", 1_000_000)
     with pytest.raises(ChatTemplateError):
+        sandbox.render_sandboxed(template, {"messages": USER}, datetime.now())
+
+
+MEMORY_BOMBS = [
+    "{{ '%1500000000d' % 1 }}",
+    "{{ '{:1500000000}'.format(1) }}",
+    "{{ 'x' | center(1500000000) }}",
+    "{{ messages[0].content | center(1500000000) }}",
+    "{{ range(100000000) | list | length }}",
+    "{% for a in range(400) %}{{ 'x' * 16000000 }}{% endfor %}",
+    "{% set n = namespace(s=[]) %}{% for a in range(9000) %}{% set n.s = n.s + ['x' * 16000000] %}{% endfor %}",
+]
+TIME_BOMBS = [
+    "{% set n = namespace(x=3) %}{% for a in range(40) %}{% set n.x = n.x ** 60 %}{% endfor %}",
+    "{% for a in range(9000) %}{{ ('x' * 9000000) | replace('x', 'y') | length }}{% endfor %}",
+    "{% for a in range(90000) %}{{ ('ab' * 4000000).count('ba') }}{% endfor %}",
+    "{{ (range(10000000) | sort | reverse | list | unique | list) | length }}",
+]
+
+
+@pytest.mark.parametrize("template", [*MEMORY_BOMBS, *TIME_BOMBS])
+def test_what_the_counted_limits_miss_is_killed_and_the_next_chat_is_rendered(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_worker, "CPU_S", 0.2)
+    with pytest.raises(ChatTemplateError):
         render(template, USER)
+    assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"
+
+
+def test_a_worker_that_was_killed_is_replaced() -> None:
+    render(CHATML, USER)
+    process = template_worker._worker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"
+    assert template_worker._worker._process is not process
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quire.cli.served_model_options import ServedModelOptions, read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.open_model import open_model
-from quire.text.chat_template import check_template
+from quire.text.template_worker import check_template
 from quire.version import __version__
 
 if TYPE_CHECKING:

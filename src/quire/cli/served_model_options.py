@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.output_parsing.reasoning import ReasoningTags, tags_by_name
 from quire.output_parsing.tool_formats import ToolFormat, tool_format_by_name
-from quire.text.chat_template import check_template
+from quire.text.template_worker import check_template
 
 
 class ServedModelOptions(NamedTuple):

@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-import jinja2
-
 from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt
-from quire.text.template_sandbox import TemplateTooLargeError, compiled, run
+from quire.text.template_worker import render_in_worker
 
 _MAX_DEPTH = 64  # of nested lists and objects in a message or a tool
 
@@ -123,35 +121,8 @@ def render(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    rendered = _rendered(template, variables, now)
+    rendered = render_in_worker(template, variables, now())
     return rendered if final is None else _cut_at_mark(rendered, final)
-
-
-def check_template(template: str) -> None:
-    """Raise `ChatTemplateError` if the template does not compile."""
-    try:
-        compiled(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(f"line {error.lineno} is not valid: {(error.message or '').rstrip('.')}.") from error
-    except Exception as error:  # Python's compiler has limits too, e.g. on nesting
-        raise ChatTemplateError(f"it is not valid: {type(error).__name__}: {error}.") from error
-
-
-def _rendered(template: str, variables: dict[str, object], now: Callable[[], datetime]) -> str:
-    try:
-        return run(template, variables, now)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(
-            f"The model's chat template is not valid (line {error.lineno}): {error.message}."
-        ) from error
-    except jinja2.TemplateError as error:
-        raise ChatTemplateError(f"The model's chat template refused these messages: {error}") from error
-    except TemplateTooLargeError as error:
-        raise ChatTemplateError(f"The model's chat template was stopped: {error}.") from error
-    except Exception as error:  # a template is untrusted code: it may raise anything
-        raise ChatTemplateError(
-            f"The model's chat template failed on these messages: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _checked_extra(extra: Mapping[str, object]) -> dict[str, object]:

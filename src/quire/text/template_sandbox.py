@@ -1,11 +1,12 @@
 """Runs chat templates in jinja2's immutable sandbox, with limits on steps and output size.
 
 A template is untrusted code from a model's files. It gets plain data only and no Python internals. Loops, calls,
-products and concatenations count against a budget; exceeding it aborts the rendering. Does not depend on messages.
+products and concatenations count against a budget; exceeding it aborts the rendering, with a reason. What the budget
+does not see is killed: this runs in `template_worker.py`. Does not depend on messages.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from datetime import datetime
 from functools import lru_cache
 from types import BuiltinMethodType
@@ -20,6 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
+
+from quire.core.errors import ChatTemplateError
 
 # Far above what a real template needs: a chat of 10,000 messages takes about 100,000 steps.
 MAX_STEPS = 1_000_000
@@ -37,11 +40,11 @@ class TemplateTooLargeError(Exception):
 
 
 class TemplateBudget:
-    """The remaining steps of one rendering, and its clock."""
+    """The remaining steps of one rendering, and its time of day."""
 
     __slots__ = ("_steps", "now")
 
-    def __init__(self, now: Callable[[], datetime]) -> None:
+    def __init__(self, now: datetime) -> None:
         self._steps = MAX_STEPS
         self.now = now
 
@@ -55,7 +58,37 @@ class TemplateBudget:
             raise TemplateTooLargeError(f"it writes more than {MAX_TEXT} characters")
 
 
-def run(template: str, variables: dict[str, object], now: Callable[[], datetime]) -> str:
+def render_sandboxed(template: str, variables: dict[str, object], now: datetime) -> str:
+    """Render. Raises `ChatTemplateError`."""
+    try:
+        return run(template, variables, now)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"The model's chat template is not valid (line {error.lineno}): {error.message}."
+        ) from error
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"The model's chat template refused these messages: {error}") from error
+    except TemplateTooLargeError as error:
+        raise ChatTemplateError(f"The model's chat template was stopped: {error}.") from error
+    except MemoryError as error:
+        raise ChatTemplateError("The model's chat template was stopped: it takes too much memory.") from error
+    except Exception as error:  # a template is untrusted code: it may raise anything
+        raise ChatTemplateError(
+            f"The model's chat template failed on these messages: {type(error).__name__}: {error}"
+        ) from error
+
+
+def compile_sandboxed(template: str) -> None:
+    """Raise `ChatTemplateError` if the template does not compile."""
+    try:
+        compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"line {error.lineno} is not valid: {(error.message or '').rstrip('.')}.") from error
+    except Exception as error:  # Python's compiler has limits too, e.g. on nesting
+        raise ChatTemplateError(f"it is not valid: {type(error).__name__}: {error}.") from error
+
+
+def run(template: str, variables: dict[str, object], now: datetime) -> str:
     """Render. Raises jinja2's errors, `TemplateTooLargeError`, or any exception of Python in the template."""
     budget = TemplateBudget(now)
     pieces: list[str] = []
@@ -209,7 +242,7 @@ def _raise_exception(message: object) -> None:
 
 @pass_context
 def _strftime_now(context: Context, pattern: str) -> str:
-    return _budget(context).now().strftime(pattern)
+    return _budget(context).now.strftime(pattern)
 
 
 def _make_dict(*args: Any, **kwargs: object) -> dict[str, object]:
