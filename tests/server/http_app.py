@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.core.errors import InvalidPrompt, QueueFull
-from quire.server.http.access import AccessOptions, Admit
+from quire.server.http.access import AccessOptions, AdmissionCheck
 from quire.server.http.auth import ADMIN, Identity, KeyRing
 from quire.server.http.errors import HANDLERS
 from quire.server.http.middleware import early_refusals, secure
@@ -209,12 +209,12 @@ def running_server(
     options: AccessOptions | None = None,
     limits: ConnectionLimits | None = None,
     timers: Timers | None = None,
-    admit: Admit | None = None,
+    admission: AdmissionCheck | None = None,
     **settings: object,
 ) -> Iterator[RunningServer]:
     application, records = Application(), list[RequestRecord]()
     options = options or AccessOptions(admin_routes=ADMIN_ROUTES)
-    app = secure(application.starlette, keys=keys, options=options, observers=[records.append], admit=admit)
+    app = secure(application.starlette, keys=keys, options=options, observers=[records.append], admission=admission)
     protocol = guarded(limits or ConnectionLimits(), records.append, early_refusals(app, options))
     config = uvicorn.Config(
         app,

@@ -82,11 +82,13 @@ def app_over(script: Script, model: ServedModel | None, keep_alive_s: float = 60
     """The real application in the real middleware, over a fake engine."""
     engine = cast(AsyncEngine, script)
     supervisor = Supervisor(EngineConfig(), None, engine, clock=time.monotonic)
-    admission = AdmissionControl(engine, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
+    admission = AdmissionControl(
+        engine, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6, clock=time.monotonic
+    )
     metrics = Metrics(lambda: None, time.monotonic)
     state = ServerState(engine, supervisor, admission, metrics, keep_alive_s, loaded=model)
     app = make_app(state)
-    return secure(app, keys=KeyRing(), admit=app.admit)
+    return secure(app, keys=KeyRing(), admission=app)
 
 
 def events(app: ASGIApp, talk: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:

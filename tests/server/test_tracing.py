@@ -57,7 +57,7 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[N
         ready = asyncio.Event()
         listeners = ServerObservers(lambda phase: None, lambda model, info: ready.set(), lambda line: None, tracing)
         server = Server(ServerConfig(opened, EngineConfig(), str(script)), listeners)
-        app = tracing.around(secure(server.app, keys=KeyRing(), admit=server.app.admit), server)
+        app = tracing.around(secure(server.app, keys=KeyRing(), admission=server.app), server)
         keeping = asyncio.create_task(server.run_engine())
 
         async def send(path: str, headers: tuple[tuple[bytes, bytes], ...] = (), **body: object) -> BatchReply:

@@ -52,7 +52,7 @@ class AccessSettings:
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
         self._observers.append(metrics.responded)
-        return secure(app, keys=self._keys, options=self._options, observers=self._observers, admit=app.admit)
+        return secure(app, keys=self._keys, options=self._options, observers=self._observers, admission=app)
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """Settings of uvicorn for an application behind the access checks."""
@@ -63,6 +63,7 @@ class AccessSettings:
             "http": guarded(limits, self._notify, refuse_early),
             "ws": "none",
             "root_path": self._root_path,
+            "proxy_headers": False,  # X-Forwarded-For: a client could claim any address
             "ssl_certfile": certificate,
             "ssl_keyfile": key,
             "timeout_keep_alive": _KEEP_ALIVE_S,

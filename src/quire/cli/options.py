@@ -137,7 +137,8 @@ _SERVING = (
     click.option("--root-path", default="", metavar="PATH", help="Path prefix of this server behind a proxy."),
     *_SERVED_MODEL,
     click.option("--max-waiting-tokens", type=Size(low=1), default="4m", show_default=True,
-                 help="Most prompt tokens in the waiting queue; further requests are rejected."),
+                 help="Most prompt tokens in the waiting queue; further requests are rejected. Half as many again are "
+                 "reserved for clients below their fair share, as with --max-waiting."),
     click.option("--shutdown-timeout", "drain_s", type=FiniteRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests may take to finish after a SIGTERM."),
     click.option("--otlp-endpoint", metavar="URL",

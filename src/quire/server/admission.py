@@ -1,13 +1,16 @@
-"""Admission control before a body is read: bounded queue, concurrency limit per key, and when to retry.
+"""Admission control: a bounded queue with fair shares, a concurrency limit per key, and when to retry.
 
-A refusal reads two counters. The advised wait follows from the rate at which requests have been finishing. An admitted
-request counts until its last byte is sent. Priority and timeout headers are read here.
+A client is a key, or without keys a network address (of IPv6 its /64); a proxy in front is one client, since what it
+says of others is not trusted. A request is checked by its head alone, and takes its place when its body is complete: a
+body that never comes takes none. It counts until its last byte is sent, and each further prompt in it as one more. A
+refusal reads counters. Priority and timeout headers are read here.
 """
 
+import ipaddress
 import math
 import re
-from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +20,14 @@ from starlette.types import Receive, Scope, Send
 from quire.core.errors import Draining, InvalidParameter, QueueFull, QuireError
 from quire.server.async_engine import AsyncEngine, EngineRestarting
 from quire.server.engine_supervisor import Health
+from quire.server.fair_shares import Client, ClientRates, FairShares, Throughput
+from quire.server.http.auth import ANONYMOUS, Identity
 from quire.server.http.request_context import CURRENT_CONTEXT, context_of
 
 LONGEST_ADVICE_S = 60.0
+_SHORTEST_ADVICE_S = 0.1  # refused clients that come back sooner cost more than they gain
 _USUAL_ADVICE_S = 1.0  # before a rate is known
+_IPV6_SITE_BITS = 64  # of an address: the rest is the client's own choice
 
 
 class ShareExhausted(QuireError):
@@ -40,46 +47,131 @@ class ServerPaused(QuireError):
     code = "paused"
 
 
+def client_of(identity: Identity, scope: Scope) -> Client:
+    """The client that a request counts for."""
+    if identity is not ANONYMOUS:
+        return Client(identity.name, identity.weight, known=True)
+    address = scope.get("client")
+    return Client("" if address is None else _network(address[0]))
+
+
+@lru_cache(maxsize=4096)
+def _network(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed), _IPV6_SITE_BITS), strict=False))
+
+
+class RequestPlace:
+    """The place of one admitted request: one for its first prompt, and one for each that is open beside it."""
+
+    __slots__ = ("_admission", "_client", "_num_held", "_num_prompts")
+
+    def __init__(self, admission: "AdmissionControl", client: Client) -> None:
+        self._admission = admission
+        self._client = client
+        self._num_held = 1
+        self._num_prompts = 0  # that are open
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """A prompt is submitted and waits; or an error is raised."""
+        self._admission.check_tokens(self._client)
+        if self._num_prompts == self._num_held:
+            self._admission.check_place(self._client)
+            self._admission.take(self._client)
+            self._num_held += 1
+        self._num_prompts += 1
+        self._admission.waiting_tokens.take(self._client, num_tokens)
+
+    def start_prompt(self, num_tokens: int) -> None:
+        """It no longer waits: it has its first token, or it ends before."""
+        self._admission.waiting_tokens.release(self._client, num_tokens)
+
+    def end_prompt(self) -> None:
+        self._num_prompts -= 1
+        if self._num_held > max(self._num_prompts, 1):
+            self._num_held -= 1
+            self._admission.release(self._client)
+
+    def release(self) -> None:
+        for _ in range(self._num_held):
+            self._admission.release(self._client)
+        self._num_held = 0
+
+
 class AdmissionControl:
-    """Counts open requests, in total and by key."""
+    """Counts open requests and waiting prompt tokens, in total and by client."""
 
     def __init__(
-        self, engine: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
+        self,
+        engine: AsyncEngine,
+        health: Callable[[], Health],
+        *,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._health = health
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
-        self._open: Counter[str] = Counter()
-        self.num_open = 0
+        self._clock = clock
+        self._places = FairShares()
+        self._rate = Throughput()
+        self._rates = ClientRates()
+        self.waiting_tokens = FairShares()
         self.paused = False  # by the operator
 
-    def admit(self, name: str, most: int | None) -> None:
-        """Admit a request, or raise a `QuireError` with the time after which to retry."""
-        self._check(name, most)
-        self._open[name] += 1
-        self.num_open += 1
+    @property
+    def num_open(self) -> int:
+        return self._places.total
 
-    def _check(self, name: str, most: int | None) -> None:
+    def check(self, client: Client, most: int | None) -> None:
+        """Raise a `QuireError` with the time after which to retry, if a request would be refused now."""
         self._check_engine()
-        info, stats = self._engine.info, self._engine.stats
-        assert info is not None
-        num_waiting = self.num_open - info.max_num_seqs
-        if num_waiting >= self._max_waiting:
-            raise self._advised(
-                QueueFull(num_waiting, self._max_waiting, "requests"), num_waiting - self._max_waiting + 1
-            )
-        if stats is not None and stats.num_waiting_tokens >= self._max_waiting_tokens:
-            raise self._advised(QueueFull(stats.num_waiting_tokens, self._max_waiting_tokens, "prompt tokens"), 1)
-        if most is not None and self._open[name] >= most:
-            raise self._advised(ShareExhausted(self._open[name], most), 1)
+        self.check_place(client)
+        self.check_tokens(client)
+        num_open = self._places.held(client)
+        if most is not None and num_open >= most:
+            wait_s = self._rates.wait_s(client, num_open - most + 1, self._clock())
+            raise _advised(ShareExhausted(num_open, most), wait_s)
 
-    def release(self, name: str) -> None:
-        assert self._open[name] > 0, name
-        self.num_open -= 1
-        self._open[name] -= 1
-        if not self._open[name]:
-            del self._open[name]
+    def admit(self, client: Client, most: int | None) -> RequestPlace:
+        """Take a place, or raise as `check` does."""
+        self.check(client, most)
+        self.take(client)
+        return RequestPlace(self, client)
+
+    def check_place(self, client: Client) -> None:
+        info = self._engine.info
+        assert info is not None
+        limit = info.max_num_seqs + self._max_waiting
+        if not self._places.has_room(client, limit):
+            num_waiting, num_before = self.num_open - info.max_num_seqs, self.num_open - limit + 1
+            raise self._advised(QueueFull(num_waiting, self._max_waiting, "requests"), num_before)
+
+    def check_tokens(self, client: Client) -> None:
+        limit = self._max_waiting_tokens
+        if not self.waiting_tokens.has_room(client, limit):
+            raise self._advised(QueueFull(self.waiting_tokens.total, limit, "prompt tokens"), 1)
+
+    def take(self, client: Client) -> None:
+        now_s = self._clock()
+        self._places.take(client)
+        self._rate.note_taken(now_s)
+        self._rates.note_taken(client, now_s)
+
+    def release(self, client: Client) -> None:
+        now_s = self._clock()
+        self._places.release(client)
+        self._rate.note_released(now_s)
+        self._rates.note_released(client, now_s, is_last=not self._places.held(client))
 
     def _check_engine(self) -> None:
         if self._engine.draining:
@@ -92,11 +184,13 @@ class AdmissionControl:
             raise EngineRestarting("The engine has not reported for some seconds; try again in a moment.")
 
     def _advised(self, error: QuireError, num_before: int) -> QuireError:
-        """Add the advised wait. Little's law: requests that must finish first / requests that finish per second."""
-        rate = self._engine.finished_per_s()
-        wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
-        error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
-        return error
+        return _advised(error, self._rate.wait_s(num_before, self._clock()))
+
+
+def _advised(error: QuireError, wait_s: float | None) -> QuireError:
+    """The error with the advised wait."""
+    error.retry_after_s = min(max(_USUAL_ADVICE_S if wait_s is None else wait_s, _SHORTEST_ADVICE_S), LONGEST_ADVICE_S)
+    return error
 
 
 _PRIORITY = b"x-quire-priority"
@@ -105,24 +199,20 @@ _WHOLE = re.compile(rb"[+-]?\d{1,18}")
 
 
 class AdmittedEndpoint:
-    """ASGI: the handler of a request that `Application.admit` has admitted; releases it at the end."""
+    """ASGI: the handler of a request that `Application.admit` has admitted."""
 
-    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], admission: AdmissionControl) -> None:
+    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
         self._app = request_response(endpoint)
-        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        context.priority = _whole_number(scope, _PRIORITY)
+        context.timeout_s = _number(scope, _TIMEOUT)
+        token = CURRENT_CONTEXT.set(context)
         try:
-            context.priority = _whole_number(scope, _PRIORITY)
-            context.timeout_s = _number(scope, _TIMEOUT)
-            token = CURRENT_CONTEXT.set(context)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                CURRENT_CONTEXT.reset(token)
+            await self._app(scope, receive, send)
         finally:
-            self._admission.release(context.identity.name)
+            CURRENT_CONTEXT.reset(token)
 
 
 def _whole_number(scope: Scope, header: bytes) -> int | None:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from quire.server import admin
-from quire.server.admission import AdmittedEndpoint
+from quire.server.admission import AdmittedEndpoint, client_of
 from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
@@ -209,14 +209,24 @@ class Application(Starlette):
         self.router.redirect_slashes = False  # a redirect would follow the Host header that the client sent
         self._admission = state.admission
 
-    def admit(self, scope: Scope) -> None:
-        """Admission control before the body is read: count a request that generates, or raise a `QuireError`.
-
-        Counted here and not in the handler: a burst in one iteration of the event loop would pass as a whole.
-        """
-        if (scope["method"], route_path(scope)) in _GENERATING:
+    def check(self, scope: Scope) -> None:
+        """Raise a `QuireError` if a request that generates would be refused now; its body is not there yet."""
+        if _generates(scope):
             identity = context_of(scope).identity
-            self._admission.admit(identity.name, identity.max_open)
+            self._admission.check(client_of(identity, scope), identity.max_open)
+
+    def admit(self, scope: Scope) -> None:
+        """Take a place for a request that generates and is complete, or raise as `check` does.
+
+        Not in the handler: a burst in one iteration of the event loop would pass as a whole.
+        """
+        if _generates(scope):
+            context = context_of(scope)
+            context.place = self._admission.admit(client_of(context.identity, scope), context.identity.max_open)
+
+
+def _generates(scope: Scope) -> bool:
+    return (scope["method"], route_path(scope)) in _GENERATING
 
 
 def make_app(state: ServerState) -> Application:
@@ -229,6 +239,6 @@ def make_app(state: ServerState) -> Application:
     routes = []
     for endpoint in ENDPOINTS:
         handler = partial(endpoint.handler, state)
-        served = AdmittedEndpoint(handler, state.admission) if endpoint.generates else handler
+        served = AdmittedEndpoint(handler) if endpoint.generates else handler
         routes.append(Route(endpoint.path, served, methods=[endpoint.method]))
     return Application(state, [*routes, Route("/openapi.json", schema)])

@@ -8,7 +8,6 @@ engine is lost, every open request fails at once.
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,7 +25,7 @@ from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront
-from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
+from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
 from quire.text.tokenizer import Tokenizer
 
 StreamItem = Delta | RequestOutput
@@ -36,13 +35,25 @@ class RequestStream:
     """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
     the engine client does, for a few streams at a time."""
 
-    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "state")
+    __slots__ = (
+        "_close",
+        "_failure",
+        "_output",
+        "_unread",
+        "_waiter",
+        "context",
+        "num_waiting_tokens",
+        "place",
+        "state",
+    )
 
     def __init__(
         self, state: RequestState, context: RequestContext | None, close: Callable[["RequestStream"], None]
     ) -> None:
         self.state = state
         self.context = context  # of the HTTP request, which may have several prompts; None if no completion follows
+        self.place: AdmittedPlace | None = None
+        self.num_waiting_tokens = 0  # of its prompt, until the first token
         self._close = close
         self._unread: dict[int, Delta] = {}  # by sequence
         self._output: RequestOutput | None = None
@@ -108,7 +119,6 @@ def options_for(context: RequestContext | None, given: RequestOptions) -> Reques
 
 _PROGRESS = Heartbeat()
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
-_REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
 WOKEN_AT_ONCE = 8  # streams, before the loop looks at its sockets again: a reader writes to its client when it is woken
 
 
@@ -157,7 +167,6 @@ class AsyncEngine:
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
         self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
         self.draining = False
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
@@ -218,6 +227,8 @@ class AsyncEngine:
                 prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
         stream = RequestStream(state, None if state.request.prompt_alone else context, self._close)
+        if context is not None and context.place is not None:
+            self._add_prompt(stream, context.place)
         self._streams[state.number] = stream
         if context is not None:
             self._latest.setdefault(context.request_id, []).append(state.number)
@@ -230,6 +241,16 @@ class AsyncEngine:
             self._end(stream)
             raise InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.") from error
         return stream
+
+    def _add_prompt(self, stream: RequestStream, place: AdmittedPlace) -> None:
+        num_tokens = len(stream.state.prompt_ids)
+        try:
+            place.add_prompt(num_tokens)
+        except QuireError:
+            with self._lock:
+                self._processor.drop(stream.state)
+            raise
+        stream.place, stream.num_waiting_tokens = place, num_tokens
 
     def _close(self, stream: RequestStream) -> None:
         if self._streams.get(stream.state.number) is stream:
@@ -272,12 +293,6 @@ class AsyncEngine:
     def num_requests(self) -> int:
         return len(self._streams)
 
-    def finished_per_s(self) -> float | None:
-        """Requests that ended per second, lately; None if too few have."""
-        if len(self._ends) < 2:
-            return None
-        return (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
-
     # Messages of the engine, on the reading thread.
 
     def receive(self, message: ToFront) -> None:
@@ -301,8 +316,9 @@ class AsyncEngine:
             processed = self._processor.process(output)
         for stop in processed.stops:
             self._send(stop)
-        if processed.deltas:
-            self._on_loop(self._deliver, processed.deltas, processed.finished)
+        started = [first.number for first in output.first_tokens]
+        if processed.deltas or started:
+            self._on_loop(self._deliver, processed.deltas, processed.finished, started)
 
     def _on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -332,8 +348,12 @@ class AsyncEngine:
         if stream is not None:
             self._end(stream, failure=error)
 
-    def _deliver(self, deltas: list[Delta], finished: list[RequestState]) -> None:
+    def _deliver(self, deltas: list[Delta], finished: list[RequestState], started: list[int]) -> None:
         self.note_heartbeat()
+        for number in started:
+            stream = self._streams.get(number)
+            if stream is not None:
+                self._start(stream)
         is_waking = bool(self._to_wake)
         for delta in deltas:
             stream = self._streams.get(int(delta.request_id))
@@ -346,6 +366,13 @@ class AsyncEngine:
                 self._to_wake[stream] = True
         if not is_waking:
             self._wake_some()
+
+    @staticmethod
+    def _start(stream: RequestStream) -> None:
+        """It has its first token, or ends: its prompt no longer waits."""
+        if stream.place is not None and stream.num_waiting_tokens:
+            stream.place.start_prompt(stream.num_waiting_tokens)
+            stream.num_waiting_tokens = 0
 
     def _put(self, stream: RequestStream, delta: Delta) -> None:
         failure = None if delta.finish_reason is None else _failure(delta.finish_reason, stream.state)
@@ -384,13 +411,15 @@ class AsyncEngine:
         del self._streams[state.number]
         with self._lock:
             self._processor.drop(state)
+        self._start(stream)
+        if stream.place is not None:
+            stream.place.end_prompt()
         processed = state.sequences if output is None else output.outputs
         num_tokens = sum(len(each.token_ids) for each in processed)  # a stream that was left, or failed, had some, too
         if stream.context is not None and (num_tokens or output is not None):
             stream.context.note_completion(num_tokens)
         if output is not None:
             stream.finish(output)
-            self._ends.append(self._clock())
         elif failure is not None:
             stream.fail(failure)
         stream.wake()

@@ -34,6 +34,7 @@ from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
 from quire.server.context import ServedModel, ServerState, make_served_model
 from quire.server.engine_supervisor import Supervisor
+from quire.server.fair_shares import reserve_of
 from quire.server.grammar_precompiler import CompileWorker, GrammarPrecompiler
 from quire.server.http.errors import Stopping
 from quire.server.metrics import Metrics
@@ -107,10 +108,14 @@ class ServerConfig:
     serving: bool = True  # False: a batch, where latency does not matter
 
 
+_FIRST_REQUESTS = 1024  # of keys, admitted beyond the limit and its reserve
+
+
 def with_burst_queue(config: EngineConfig, max_waiting: int) -> EngineConfig:
     """Raise the engine's own queue bound above what admission control admits: a burst between two steps waits in the
     engine even where rows are free, and must not be refused there."""
-    return replace(config, max_waiting=max_waiting + (config.max_num_seqs or DEFAULT_SERVER_ROWS))
+    limit = max_waiting + (config.max_num_seqs or DEFAULT_SERVER_ROWS)
+    return replace(config, max_waiting=limit + reserve_of(limit) + _FIRST_REQUESTS)
 
 
 class Tracer(Protocol):
@@ -191,6 +196,7 @@ class Server:
             lambda: self.supervisor.health,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
+            clock=clock,
         )
         name = config.aliases[0] if config.aliases else config.opened.name
         self.metrics = Metrics(lambda: self.engine.stats, clock, name)

@@ -13,9 +13,11 @@ from quire.engine.engine import Engine
 from quire.engine.messages import AddRequest
 from quire.engine.scripted_engine import build_scripted
 from quire.engine.startup import StartupReporter
+from quire.server.fair_shares import reserve_of
 from quire.server.server import with_burst_queue
 
 ROWS, WAITING = 3, 2
+CONFIG = with_burst_queue(EngineConfig(max_num_seqs=ROWS, max_model_len=64), WAITING)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -23,8 +25,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 def engine(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     script = tmp_path_factory.mktemp("script") / "lines.jsonl"
     script.write_text('{"say": "one two three four five six", "end": false}')
-    config = with_burst_queue(EngineConfig(max_num_seqs=ROWS, max_model_len=64), WAITING)
-    return build_scripted(config, script, StartupReporter())[0]
+    return build_scripted(CONFIG, script, StartupReporter())[0]
 
 
 class Front:
@@ -38,7 +39,7 @@ class Front:
 
     @property
     def full(self) -> bool:
-        return len(self.inside) >= ROWS + WAITING
+        return len(self.inside) >= ROWS + WAITING + reserve_of(ROWS + WAITING)
 
     def arrive(self) -> None:
         number = next(self.numbers)
@@ -76,10 +77,11 @@ def test_the_engine_accepts_every_admitted_request(engine: Engine, happenings: l
         front.disconnect_all()
 
 
-def test_a_burst_fills_rows_and_queue_and_no_more(engine: Engine) -> None:
+def test_the_engine_has_a_bound_of_its_own(engine: Engine) -> None:
     front = Front(engine)
+    assert CONFIG.max_waiting is not None
     try:
-        for _ in range(ROWS + WAITING):
+        for _ in range(CONFIG.max_waiting):
             front.arrive()
         with pytest.raises(QueueFull):
             front.arrive()

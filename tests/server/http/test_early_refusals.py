@@ -37,6 +37,9 @@ class Queue:
     def __init__(self) -> None:
         self.full = True
 
+    def check(self, scope: Scope) -> None:
+        self.admit(scope)
+
     def admit(self, scope: Scope) -> None:
         if self.full and route_path(scope) in ("/v1/echo", "/v1/messages"):
             raise QueueFull(2, 2, "requests")
@@ -49,7 +52,7 @@ def queue() -> Queue:
 
 @pytest.fixture(scope="module")
 def shared(queue: Queue) -> Iterator[RunningServer]:
-    with running_server(limits=ConnectionLimits(linger_s=0.5), admit=queue.admit) as server:
+    with running_server(limits=ConnectionLimits(linger_s=0.5), admission=queue) as server:
         yield server
 
 

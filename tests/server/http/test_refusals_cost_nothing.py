@@ -17,6 +17,7 @@ from quire.server.app import ENDPOINTS, Application, make_app
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.fair_shares import Client
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import KeyRing
 from quire.server.http.middleware import secure
@@ -34,9 +35,11 @@ def full() -> Iterator[Application]:
     child.start()
     engine = AsyncEngine(None, time.monotonic)
     engine.attach(child, INFO)
-    admission = AdmissionControl(engine, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
+    admission = AdmissionControl(
+        engine, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000, clock=time.monotonic
+    )
     for _ in range(2):
-        admission.admit("anonymous", None)
+        admission.admit(Client(""), None)
     supervisor = Supervisor(EngineConfig(), None, engine, clock=time.monotonic)
     yield make_app(ServerState(engine, supervisor, admission, Metrics(lambda: None, time.monotonic)))
     child.close()
@@ -46,7 +49,7 @@ class AsgiExchange:
     """One request whose body arrives in pieces of 400 bytes; counts the bytes read."""
 
     def __init__(self, app: Application, path: str) -> None:
-        self._app = secure(app, keys=KeyRing([]), options=AccessOptions(max_body_bytes=LIMIT_BYTES), admit=app.admit)
+        self._app = secure(app, keys=KeyRing([]), options=AccessOptions(max_body_bytes=LIMIT_BYTES), admission=app)
         self._path = path
         self.num_read = 0
         self.status = 0

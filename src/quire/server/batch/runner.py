@@ -188,7 +188,7 @@ def run_batch(config: ServerConfig, settings: BatchSettings) -> BatchCounts:
         ready = asyncio.Event()
         listeners = ServerObservers(settings.phase, lambda model, info: ready.set(), lambda line: None)
         server = Server(config, listeners)
-        app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admit=server.app.admit)
+        app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admission=server.app)
         batch = BatchRunner(app, settings.lines, settings.finished, settings.write, settings.report)
 
         async def work() -> None:

@@ -7,8 +7,8 @@ application.
 import ipaddress
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.routing import Match, Router, compile_path
@@ -19,7 +19,16 @@ from quire.server.http.auth import ANONYMOUS, Identity, KeyRing
 from quire.server.http.errors import AdminOnly, BodyTooLarge, ForeignOrigin, Unauthorized, UnsupportedMediaType
 from quire.server.http.request_context import RequestContext, context_of, route_path
 
-Admit = Callable[[Scope], None]  # the application's admission control: returns, or raises a `QuireError`
+
+class AdmissionCheck(Protocol):
+    """The admission control of an application. Both return, or raise a `QuireError`."""
+
+    def check(self, scope: Scope) -> None:
+        """By the head of a request: whether it would be admitted now."""
+
+    def admit(self, scope: Scope) -> None:
+        """When its body is complete."""
+
 
 PUBLIC = frozenset({"/health", "/ready"})
 
@@ -55,10 +64,12 @@ class AccessOptions:
 class AccessCheck:
     """ASGI: authentication first, then origin, content type, body limit and admission control."""
 
-    def __init__(self, app: Starlette | Router, keys: KeyRing, options: AccessOptions, admit: Admit | None) -> None:
+    def __init__(
+        self, app: Starlette | Router, keys: KeyRing, options: AccessOptions, admission: AdmissionCheck | None
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._admit = admit
+        self._admission = admission
         self._limit = options.max_body_bytes
         self._origins = frozenset(options.allowed_origins)
         self._own_names = frozenset(
@@ -71,7 +82,13 @@ class AccessCheck:
         context = context_of(scope)
         if not context.passed:
             self.check(scope, context)
-        await self._app(scope, self._limited(receive), send)
+        if not context.admitted:
+            self.admit(scope, context)
+        try:
+            await self._app(scope, self._limited(receive), send)
+        finally:
+            if context.place is not None:
+                context.place.release()
 
     def check(self, scope: Scope, context: RequestContext) -> None:
         """Raise the reason for a refusal, if there is one. Called once: it removes the key from the headers."""
@@ -81,9 +98,15 @@ class AccessCheck:
         if self._keys.open and "*" not in self._origins:
             self._check_origin_and_host(scope, headers)
         self._check_body(scope, headers)
-        if self._admit is not None:
-            self._admit(scope)
+        if self._admission is not None:
+            self._admission.check(scope)
         context.passed = True
+
+    def admit(self, scope: Scope, context: RequestContext) -> None:
+        """Take a place for a complete request, or raise the reason for a refusal."""
+        if self._admission is not None:
+            self._admission.admit(scope)
+        context.admitted = True
 
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes], context: RequestContext) -> Identity:
         path = route_path(scope)

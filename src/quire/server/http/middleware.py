@@ -15,7 +15,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import QuireError
-from quire.server.http.access import AccessCheck, AccessOptions, Admit
+from quire.server.http.access import AccessCheck, AccessOptions, AdmissionCheck
 from quire.server.http.auth import KeyRing
 from quire.server.http.errors import CLIENT_LEFT, ErrorReply, ErrorTranslator, Headers, is_anthropic, translated
 from quire.server.http.request_context import (
@@ -50,11 +50,11 @@ def secure(
     keys: KeyRing,
     options: AccessOptions | None = None,
     observers: Sequence[RequestObserver] = (),
-    admit: Admit | None = None,
+    admission: AdmissionCheck | None = None,
 ) -> ASGIApp:
     """The application inside the middleware stack. Observers get a record of each request when it ends."""
     options = options or AccessOptions()
-    access = AccessCheck(app, keys, options, admit)
+    access = AccessCheck(app, keys, options, admission)
     guarded: ASGIApp = ErrorTranslator(access)
     if options.allowed_origins:
         guarded = CORSMiddleware(

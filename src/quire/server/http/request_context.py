@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.types import Scope
@@ -21,6 +21,18 @@ _STATE_KEY = "quire.request"
 CURRENT_CONTEXT: ContextVar["RequestContext | None"] = ContextVar("request_context", default=None)  # of a task
 
 
+class AdmittedPlace(Protocol):
+    """What admission control counts for one request."""
+
+    def add_prompt(self, num_tokens: int) -> None: ...
+
+    def start_prompt(self, num_tokens: int) -> None: ...
+
+    def end_prompt(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 @dataclass(slots=True)
 class RequestContext:
     """Exists as long as the request. The client's own label (`x-request-id`) is only sent back, never looked up."""
@@ -28,7 +40,9 @@ class RequestContext:
     request_id: str
     began_s: float  # when the head was complete
     label: str | None = None
-    passed: bool = False  # the access checks
+    passed: bool = False  # the access checks, which need only its head
+    admitted: bool = False  # when it is complete
+    place: AdmittedPlace | None = None  # of a request that generates
     identity: Identity = UNAUTHENTICATED
     num_prompt_tokens: int | None = None  # None before a prompt is submitted to the engine
     num_completion_tokens: int | None = None
