@@ -36,7 +36,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "layers/linear.py": "one layer",
     "layers/mlp.py": "one layer",
     "models/interface.py": "the protocol of the decoder and the oracle; imports neither",
-    "server/openai/responses.py": "endpoints of /v1/responses; input and output are files of their own",
     "weights/dequantize.py": "the protocol, loaded without gguf",
     "weights/gguf_dequantize.py": "imports gguf, which the offline engine does not need",
     "workload/arrivals.py": "draws arrivals; traces.py reads files",

@@ -4,7 +4,7 @@
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
 from quire.core.ids import LONGEST_TOKEN
@@ -20,6 +20,7 @@ from quire.server.grammar_precompiler import GrammarPrecompiler
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
 from quire.server.model_format import ModelFormat, find_model_format
+from quire.server.response_store import ResponseStore
 from quire.text.tokenizer import Tokenizer
 
 
@@ -118,6 +119,7 @@ class ServerState:
     metrics: Metrics
     keep_alive_s: float = KEEP_ALIVE_S
     loaded: ServedModel | None = None  # None until the engine is ready for the first time
+    responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
 
     @property
     def model(self) -> ServedModel:

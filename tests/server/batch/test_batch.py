@@ -235,6 +235,8 @@ def test_a_streaming_endpoint_is_not_allowed_in_a_batch() -> None:
         InvalidLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"
     ):
         read_line(7, written([request("a", "/generate_stream", inputs="hi")]), batch.URLS)
+    with pytest.raises(InvalidLine, match="Line 7 asks for a background response"):
+        read_line(7, written([request("a", "/v1/responses", input="hi", background=True)]), batch.URLS)
 
 
 def test_a_body_is_passed_on_unchanged() -> None:

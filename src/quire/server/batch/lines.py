@@ -28,8 +28,9 @@ class InvalidLine(QuireError):
         self.custom_id = custom_id
 
 
-class _StreamField(msgspec.Struct):
+class _UnservedFields(msgspec.Struct):
     stream: bool | None = None
+    background: object = None
 
 
 class _RequestLine(msgspec.Struct):
@@ -77,7 +78,7 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
     """The request of an input line; raises `InvalidLine`."""
     try:
         request = msgspec.json.decode(text, type=_RequestLine)
-        stream = msgspec.json.decode(request.body, type=_StreamField).stream
+        fields = msgspec.json.decode(request.body, type=_UnservedFields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidLine(f"Line {line} is not a request: {str(error)[:_MAX_MESSAGE]}.", _custom_id(text)) from error
     allowed = tuple(urls)
@@ -87,8 +88,10 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
             f"Line {line} asks for {shown(f'{request.method} {request.url}')}; a batch may POST to {names}.",
             request.custom_id,
         )
-    if stream:
+    if fields.stream:
         raise InvalidLine(f"Line {line} asks for a stream; a batch has no streams.", request.custom_id)
+    if fields.background is True:
+        raise InvalidLine(f"Line {line} asks for a background response; a batch waits for each.", request.custom_id)
     return BatchRequest(line, request.custom_id, request.url, bytes(request.body))
 
 

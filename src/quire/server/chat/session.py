@@ -129,6 +129,11 @@ class ChatStream:
         self.prompt_ids = prompt_ids
         self.choices = [ChoiceOutput() for _ in parsers]
 
+    @property
+    def started(self) -> bool:
+        """Whether the first token has been generated."""
+        return self._stream.state.metrics.first_token_s is not None
+
     async def receive(self) -> ChatDelta | RequestOutput:
         """The next delta of any choice; at the end, the whole output."""
         update = await self._stream.receive()

@@ -1,41 +1,77 @@
-"""POST /v1/responses, and the routes that would need stored responses."""
+"""/v1/responses: create, count the input tokens, retrieve, cancel, delete, list the input items.
 
+A response is stored unless `store` is false. One with `background` is generated after its request has been answered,
+and polled; it counts as an open request until it ends, and is lost with the server.
+"""
+
+import asyncio
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import QuireError
-from quire.server.chat.prompt import chat_prompt, drop_oldest_turns
+from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.server.admission import client_of
+from quire.server.chat.prompt import ChatPrompt, chat_prompt, drop_oldest_turns
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
-from quire.server.context import ServerState
+from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
+from quire.server.http.request_context import AdmittedPlace, context_of
 from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
-from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat
-from quire.server.openai.responses_output import ResponsesResponse
+from quire.server.openai.chunks import TokenText
+from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat, stored_items
+from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs
 from quire.server.request.decode import read
-from quire.server.request.params import chat_generation
+from quire.server.request.params import GenerationRequest, chat_generation
+from quire.server.request.schema import ChatBody
+from quire.server.response_store import ResponseStore, StoredItem, StoredResponse
+
+_SHORT_BYTES = 1 << 16  # of a stored conversation: read inline
+_MAX_LISTED = 100  # items of a page, as OpenAI has it
+_NUM_LISTED = 20
 
 
-class NotStored(QuireError):
-    """A stored response was requested by id."""
+class ResponseNotFound(QuireError):
+    """No stored response of this key has that id."""
 
     status = 404
     code = "response_not_found"
 
 
+class PreviousResponseNotFound(QuireError):
+    """The same, of the response that a request continues."""
+
+    status = 400
+    code = "previous_response_not_found"
+
+
+class ResponsesInput(NamedTuple):
+    """A request as the model gets it, and as it is stored."""
+
+    generation: GenerationRequest
+    prompt: ChatPrompt
+    items: tuple[StoredItem, ...]  # of the whole conversation
+
+
 async def responses(state: ServerState, request: Request) -> Response:
     body = await read(request, ResponsesBody)
-    model = state.model
+    model, owner = state.model, _owner(request)
     model.check_model(body.model)
     with rename_error_params(PARAM_NAMES):
-        if body.truncation != "auto" and isinstance(body.input, list):
-            model.check_length(len(body.input), "input")
-        chat_body = await run_inline_if_short(request, as_chat, body)
-        generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
-        if body.truncation == "auto":
-            prompt = await run_in_threadpool(drop_oldest_turns, prompt, model, generation.params.max_tokens)
+        generation, prompt, items = await _input(state, request, body)
         chat = await start_chat(state.engine, model, prompt, generation)
-        response = ResponsesResponse(model.name, body, generation)
+        logprobs = _logprobs(model, prompt, generation, chat)
+        if body.background:
+            return _start_background(state, request, body, chat, items, generation, logprobs)
+
+        def ended(final: Body) -> None:
+            if body.store is not False:
+                state.responses.put(_stored(owner, final, items))
+
+        response = ResponsesResponse(model.name, body, generation, logprobs, ended)
         if generation.stream:
             events = _events(chat, response)
             return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
@@ -43,8 +79,99 @@ async def responses(state: ServerState, request: Request) -> Response:
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 
 
-async def stored_response(state: ServerState, request: Request) -> Response:
-    raise NotStored("This server stores no responses: there is none to get, cancel or delete.", param="response_id")
+async def input_tokens(state: ServerState, request: Request) -> Response:
+    body = await read(request, ResponsesBody)
+    model = state.model
+    model.check_model(body.model)
+    with rename_error_params(PARAM_NAMES):
+        _, prompt, _ = await _input(state, request, body)
+        ids = await run_in_threadpool(lambda: model.text().encode_chat(prompt.render(model)))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+async def retrieve(state: ServerState, request: Request) -> Response:
+    if request.query_params.get("stream") in ("true", "True", "1"):
+        raise InvalidParameter("A stored response is not streamed again; omit stream.", param="stream")
+    return _json(_find(state.responses, request))
+
+
+async def delete(state: ServerState, request: Request) -> Response:
+    """A response that is being generated is cancelled."""
+    stored = _find(state.responses, request)
+    if stored.running is not None:
+        stored.running.cancel()
+    state.responses.delete(stored)
+    return json_response({"id": stored.id, "object": "response", "deleted": True})
+
+
+async def cancel(state: ServerState, request: Request) -> Response:
+    """The response as it is then; one that has ended stays as it is."""
+    stored = _find(state.responses, request)
+    if not stored.background:
+        raise InvalidParameter("Only a response with background: true can be cancelled.", param="response_id")
+    if stored.running is not None:
+        cancelled = stored.running.cancel()
+        stored = StoredResponse(stored.id, stored.owner, cancelled, stored.input, background=True)
+        state.responses.put(stored)
+    return _json(stored)
+
+
+async def input_items(state: ServerState, request: Request) -> Response:
+    """A page of the items of the conversation before the response."""
+    stored, query = _find(state.responses, request), request.query_params
+    limit, order, after = query.get("limit", str(_NUM_LISTED)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
+        raise InvalidParameter(f"limit is {shown(limit)}; it must be from 1 to {_MAX_LISTED}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter(f"order is {shown(order)}; it may be 'asc' or 'desc'.", param="order")
+    items = stored.input if order == "asc" else stored.input[::-1]
+    if after is not None:
+        place = next((place for place, item in enumerate(items) if item.id == after), None)
+        if place is None:
+            raise InvalidParameter(f"after is {shown(after)}, which is not an item of this response.", param="after")
+        items = items[place + 1 :]
+    page = items[: int(limit)]
+    return json_response(
+        {
+            "object": "list",
+            "data": [msgspec.Raw(item.json) for item in page],
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+            "has_more": len(page) < len(items),
+        }
+    )
+
+
+async def _input(state: ServerState, request: Request, body: ResponsesBody) -> ResponsesInput:
+    model, owner = state.model, _owner(request)
+    earlier = _conversation(state.responses, owner, body.previous_response_id)
+    find = partial(state.responses.item, owner)
+    if body.truncation != "auto":
+        model.check_length(len(earlier) + (len(body.input) if isinstance(body.input, list) else 0), "input")
+
+    def convert() -> tuple[ChatBody, tuple[StoredItem, ...]]:
+        chat_body = as_chat(body, earlier, find)
+        return chat_body, () if body.store is False else earlier + stored_items(body, find)
+
+    if sum(len(item.json) for item in earlier) > _SHORT_BYTES:
+        chat_body, items = await run_in_threadpool(convert)
+    else:
+        chat_body, items = await run_inline_if_short(request, convert)
+    generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
+    if body.truncation == "auto":
+        prompt = await run_in_threadpool(drop_oldest_turns, prompt, model, generation.params.max_tokens)
+    return ResponsesInput(generation, prompt, items)
+
+
+def _logprobs(
+    model: ServedModel, prompt: ChatPrompt, generation: GenerationRequest, chat: ChatStream
+) -> TextLogprobs | None:
+    if generation.params.logprobs is None:
+        return None
+    token_text = TokenText(model.tokenizer, as_ids=generation.tokens_as_ids)
+    skipped = not model.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools))
+    detokenizer = token_text.detokenizer(chat.prompt_ids, skip_special_tokens=skipped)
+    return TextLogprobs(token_text, detokenizer, generation.params.logprobs)
 
 
 async def _events(chat: ChatStream, response: ResponsesResponse) -> Events:
@@ -52,3 +179,107 @@ async def _events(chat: ChatStream, response: ResponsesResponse) -> Events:
         if events := response.events(update):
             yield events
     yield response.last_event(update, await chat.num_reasoning_tokens())
+
+
+class BackgroundResponse:
+    """A response that is generated after its request has been answered."""
+
+    def __init__(self, chat: ChatStream, response: ResponsesResponse, place: AdmittedPlace | None) -> None:
+        self._chat = chat
+        self._response = response
+        self._task = asyncio.create_task(self._run())
+
+        def release(_: "asyncio.Task[None]") -> None:  # of a task that is cancelled before it starts, too
+            chat.close()
+            if place is not None:
+                place.release()
+
+        self._task.add_done_callback(release)
+
+    async def _run(self) -> None:
+        try:
+            result = await self._chat.result()
+            self._response.whole(result, await self._chat.num_reasoning_tokens())
+        except Exception as error:
+            self._response.fail(error)
+
+    def body(self) -> bytes:
+        return self._response.without_output("in_progress" if self._chat.started else "queued")
+
+    def cancel(self) -> bytes:
+        self._task.cancel()
+        return self._response.without_output("cancelled")
+
+
+def _start_background(
+    state: ServerState,
+    request: Request,
+    body: ResponsesBody,
+    chat: ChatStream,
+    items: tuple[StoredItem, ...],
+    generation: GenerationRequest,
+    logprobs: TextLogprobs | None,
+) -> Response:
+    store, owner, context = state.responses, _owner(request), context_of(request.scope)
+
+    def ended(final: Body) -> None:
+        if store.get(owner, response.id) is not None:  # it may have been deleted
+            store.put(_stored(owner, final, items, background=True))
+
+    response = ResponsesResponse(state.model.name, body, generation, logprobs, ended)
+    place, context.place = context.place, None  # it is released when the response ends, not with the request
+    running = BackgroundResponse(chat, response, place)
+    stored = StoredResponse(response.id, owner, running.body(), items, background=True, running=running)
+    try:
+        store.put(stored)
+    except QuireError:
+        running.cancel()
+        raise
+    return _json(stored)
+
+
+def _stored(owner: str, final: Body, items: tuple[StoredItem, ...], *, background: bool = False) -> StoredResponse:
+    output = final["output"]
+    assert isinstance(output, list)
+    produced = tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in output)
+    return StoredResponse(str(final["id"]), owner, msgspec.json.encode(final), items, produced, background)
+
+
+def _owner(request: Request) -> str:
+    """The name of the key; without keys the client's address."""
+    return client_of(context_of(request.scope).identity, request.scope).name
+
+
+def _conversation(store: ResponseStore, owner: str, previous_id: str | None) -> tuple[StoredItem, ...]:
+    """The items that a request continues."""
+    if previous_id is None:
+        return ()
+    previous = store.get(owner, previous_id)
+    if previous is None:
+        raise PreviousResponseNotFound(_missing(previous_id, store), param="previous_response_id")
+    if previous.running is not None:
+        raise InvalidParameter(
+            f"The response {shown(previous_id)} is still being generated; wait for its end.",
+            param="previous_response_id",
+        )
+    return previous.conversation
+
+
+def _find(store: ResponseStore, request: Request) -> StoredResponse:
+    response_id = request.path_params["response_id"]
+    stored = store.get(_owner(request), response_id)
+    if stored is None:
+        raise ResponseNotFound(_missing(response_id, store), param="response_id")
+    return stored
+
+
+def _missing(response_id: str, store: ResponseStore) -> str:
+    return (
+        f"This client has no stored response {shown(response_id)}. Responses are kept in memory, "
+        f"{store.limits.describe()}, the least recently used dropped first; they are lost when the server restarts."
+    )
+
+
+def _json(stored: StoredResponse) -> Response:
+    body = stored.body if stored.running is None else stored.running.body()
+    return Response(body, media_type="application/json")

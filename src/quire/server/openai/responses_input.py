@@ -1,11 +1,13 @@
-"""Responses API input: the request body, and its conversion to a chat body.
+"""Responses API input: the request body, its conversion to a chat body, and its items as they are stored.
 
-The server stores no responses, so the whole conversation must be in the request.
+A conversation is the items of stored responses, if the request continues one, and then the request's own.
 """
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+import msgspec
 from msgspec import UNSET, Struct
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
@@ -24,6 +26,7 @@ from quire.server.request.schema import (
     SharedBody,
     shared_fields,
 )
+from quire.server.response_store import StoredItem
 
 
 class TextFormat(Struct, kw_only=True):
@@ -59,7 +62,7 @@ class ResponsesBody(SharedBody, kw_only=True):
         "max_completion_tokens": "use max_output_tokens",
     }
 
-    input: str | list[dict[str, Json]]
+    input: str | list[dict[str, Json]] | None = None
     instructions: str | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     tools: list[dict[str, Json]] | None = None
@@ -80,6 +83,7 @@ class ResponsesBody(SharedBody, kw_only=True):
     conversation: Json = None
     prompt: Json = None
     background: bool | None = None
+    store: bool | None = None
     response_format: Refused = None
     max_tokens: Refused = None
     max_completion_tokens: Refused = None
@@ -92,52 +96,52 @@ PARAM_NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
 }
 _SHAPE = '{"type": "function", "name": …, "parameters": {…}}'
-_STORED = ("previous_response_id", "conversation", "prompt", "background")
+_NOT_SERVED = {"conversation": "use previous_response_id", "prompt": "send its text as instructions and input"}
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
           "refusal": "refusal"}  # fmt: skip
 
 
-def as_chat(body: ResponsesBody) -> ChatBody:
-    """The equivalent body of /v1/chat/completions."""
-    for name in _STORED:
+FindItem = Callable[[str], StoredItem | None]
+
+
+def as_chat(body: ResponsesBody, earlier: Sequence[StoredItem], find: FindItem) -> ChatBody:
+    """The equivalent body of /v1/chat/completions. `earlier`: the conversation that it continues. `find`: a stored
+    item by its id."""
+    for name, instead in _NOT_SERVED.items():
         if getattr(body, name):
-            raise InvalidParameter(
-                f"{name} needs responses that are stored, and this server stores none: send the whole conversation "
-                f"as input.",
-                param=name,
-            )
+            raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
+    if body.background and (body.store is False or body.stream):
+        name, instead = ("store", "must not be false") if body.store is False else ("stream", "must not be set")
+        raise InvalidParameter(
+            f"{name} {instead} with background: true, whose response is stored, to be polled with "
+            f"GET /v1/responses/{{id}}.",
+            param=name,
+        )
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidParameter(
             f"truncation is {shown(body.truncation)}; it may be 'auto' or 'disabled'.", param="truncation"
         )
-    _check_logprobs(body)
     return ChatBody(
         **shared_fields(body),
         chat_template_kwargs=body.chat_template_kwargs,
-        messages=_messages(body),
+        messages=_messages(body, earlier, find),
         tools=[{"type": "function", "function": _function(tool)} for tool in kept_tools(body)] or None,
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         max_tokens=UNSET if body.max_output_tokens is None else body.max_output_tokens,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         response_format=_response_format(None if body.text is None else body.text.format),
+        logprobs=asks_for_logprobs(body),
+        top_logprobs=body.top_logprobs if asks_for_logprobs(body) else None,
     )
 
 
-def _check_logprobs(body: ResponsesBody) -> None:
-    requested = {
-        "top_logprobs": bool(body.top_logprobs),
-        "include": isinstance(body.include, list) and _LOGPROBS in body.include,
-    }
-    for name, is_requested in requested.items():
-        if is_requested:
-            raise InvalidParameter(
-                f"{name} asks for log-probabilities, which responses do not have here; use /v1/chat/completions with "
-                f"logprobs.",
-                param=name,
-            )
+def asks_for_logprobs(body: ResponsesBody) -> bool:
+    """Whether the text is to have log-probabilities."""
+    return bool(body.top_logprobs) or (isinstance(body.include, list) and _LOGPROBS in body.include)
 
 
 def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
@@ -196,22 +200,27 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type=text_format.type, schema=schema)
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
+def _messages(body: ResponsesBody, earlier: Sequence[StoredItem], find: FindItem) -> list[dict[str, Json]]:
     builder = MessageBuilder()
     if body.instructions:
         builder.add_text("system", body.instructions)
+    for stored in earlier:
+        _add_item(msgspec.json.decode(stored.json), "previous_response_id", builder, find)
     if isinstance(body.input, str):
         builder.add_text("user", body.input)
-    else:
-        for place, item in enumerate(body.input):
-            _add_item(item, f"input[{place}]", builder)
+    for place, item in enumerate(_own_items(body)):
+        _add_item(item, f"input[{place}]", builder, find)
     messages = builder.messages()
     if not messages:
         raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
     return messages
 
 
-def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder) -> None:
+def _own_items(body: ResponsesBody) -> list[dict[str, Json]]:
+    return body.input if isinstance(body.input, list) else []
+
+
+def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder, find: FindItem) -> None:
     kind = item.get("type") or "message"
     match kind:
         case "message":
@@ -228,13 +237,45 @@ def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder) -> 
             if reasoning := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
                 builder.add_reasoning(reasoning)
         case "item_reference":
-            raise refused_part(f"{where} refers to a stored item, but this server stores nothing", where)
+            _add_item(msgspec.json.decode(_referenced(item, where, find).json), where, builder, find)
         case _:
             raise refused_part(
-                f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output "
-                f"and reasoning",
+                f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output, "
+                f"reasoning and item_reference",
                 where,
             )
+
+
+def _referenced(item: Mapping[str, Json], where: str, find: FindItem) -> StoredItem:
+    item_id = text_field(item, "id", where)
+    found = find(item_id)
+    if found is None:
+        raise refused_part(
+            f"{where} refers to {shown(item_id)}, which is not a stored output item; send the item itself", where
+        )
+    return found
+
+
+def stored_items(body: ResponsesBody, find: FindItem) -> tuple[StoredItem, ...]:
+    """The request's own items in the shape of the API, each with an id. Their conversion must have succeeded."""
+    if isinstance(body.input, str):
+        return (_stored({"role": "user", "content": body.input}),)
+    return tuple(
+        _referenced(item, "input", find) if item.get("type") == "item_reference" else _stored(item)
+        for item in _own_items(body)
+    )
+
+
+def _stored(item: Mapping[str, Json]) -> StoredItem:
+    kind = str(item.get("type") or "message")
+    given, content = item.get("id"), item.get("content")
+    item_id = given if isinstance(given, str) and given else f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    whole: dict[str, Json] = {**item, "id": item_id, "type": kind, "status": item.get("status") or "completed"}
+    if kind == "message" and isinstance(content, str):
+        own = item.get("role") == "assistant"
+        part: dict[str, Json] = {"type": "output_text" if own else "input_text", "text": content}
+        whole["content"] = [{**part, "annotations": []} if own else part]
+    return StoredItem(item_id, msgspec.json.encode(whole))
 
 
 def _text(content: Json, where: str) -> str:

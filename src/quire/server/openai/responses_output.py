@@ -1,12 +1,18 @@
 """Responses API output: the JSON body, and the stream events. Does not depend on HTTP.
 
-Events are numbered from 0. An item keeps its id from its first event to the final response.
+Events are numbered from 0. An item keeps its id from its first event to the final response. Log-probabilities belong to
+the text items alone: each token is placed in the output, and goes to the item that its text is part of.
 """
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from quire.engine.outputs import RequestOutput
+import msgspec
+
+from quire.engine.outputs import Logprob, RequestOutput
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText
 from quire.server.chat.items import (
     ItemClosed,
     ItemDelta,
@@ -19,8 +25,10 @@ from quire.server.chat.items import (
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import error_body
 from quire.server.http.sse import client_error, named_event
+from quire.server.openai.chunks import TokenText, chat_logprobs
 from quire.server.openai.responses_input import ResponsesBody, kept_tools
 from quire.server.request.params import GenerationRequest
+from quire.text.detokenizer import Detokenizer
 
 Body = dict[str, object]
 
@@ -32,33 +40,124 @@ _DELTA_EVENTS = {
 }
 
 
+class _PlacedEntry(NamedTuple):
+    """A token's log-probabilities, and its place in the output text."""
+
+    start: int
+    end: int
+    entry: dict[int, Logprob]
+
+
+class TextLogprobs:
+    """Finds the tokens of the text items. Tokens of reasoning, tool calls and tags have no place in the response."""
+
+    def __init__(self, token_text: TokenText, detokenizer: Detokenizer | None, num_top: int) -> None:
+        self._token_text = token_text
+        self._detokenizer = detokenizer
+        self._num_top = num_top
+        self._pending: list[_PlacedEntry] = []
+        self._unread = ""  # output that is in no event so far
+        self._num_read = 0  # characters before it
+
+    def add(self, text: str, entries: Sequence[dict[int, Logprob]], events: Sequence[OutputEvent]) -> list[list[Body]]:
+        """More output, and the events that it led to: the log-probabilities of each `PlainText` among them.
+
+        A parser drops tags and holds back what may become one: each event's text is looked for from the end.
+        """
+        self._unread += text
+        for entry in entries:
+            start = end = 0
+            if self._detokenizer is not None:
+                start = self._detokenizer.place
+                self._detokenizer.push([next(iter(entry))])
+                end = self._detokenizer.place
+            self._pending.append(_PlacedEntry(start, end, entry))
+        texts = [event for event in events if isinstance(event, PlainText | ReasoningText) and event.text]
+        spans: list[tuple[int, int]] = []
+        before = len(self._unread)
+        for event in reversed(texts):
+            start = max(self._unread.rfind(event.text, 0, before), 0)
+            spans.append((start, min(start + len(event.text), before)))
+            before = start
+        spans.reverse()
+        taken = [self._take(self._num_read + start, self._num_read + end) for start, end in spans]
+        num_read = spans[-1][1] if spans else 0
+        self._unread, self._num_read = self._unread[num_read:], self._num_read + num_read
+        return [logprobs for event, logprobs in zip(texts, taken, strict=True) if isinstance(event, PlainText)]
+
+    def _take(self, start: int, end: int) -> list[Body]:
+        """The tokens within a span, or across its beginning; earlier ones are dropped."""
+        later = next((at for at, each in enumerate(self._pending) if each.start >= end), len(self._pending))
+        taken = [each.entry for each in self._pending[:later] if each.end > start or each.start >= start]
+        self._pending = self._pending[later:]
+        return chat_logprobs(taken, self._num_top, self._token_text)
+
+
 class ResponsesResponse:
     """The JSON of one response."""
 
-    def __init__(self, model: str, body: ResponsesBody, generation: GenerationRequest) -> None:
+    def __init__(
+        self,
+        model: str,
+        body: ResponsesBody,
+        generation: GenerationRequest,
+        logprobs: TextLogprobs | None = None,
+        ended: Callable[[Body], None] = lambda body: None,
+    ) -> None:
         self._items = OutputItems()
         self._truncated = False
         self._num_events = 0
-        self._head: Body = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
+        self._logprobs = logprobs
+        self._item_logprobs: dict[str, list[Body]] = {}  # by the key of an item
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._head: Body = {"id": self.id, "object": "response", "created_at": int(time.time())}
         self._echo: Body = {"model": model, **_echo(body, generation)}
+        self._ended = ended  # gets the response when it has ended
+
+    def without_output(self, status: str) -> bytes:
+        """The response with this status, as JSON."""
+        return msgspec.json.encode(self._response(status, []))
 
     def whole(self, result: ChatResult, num_reasoning_tokens: int) -> Body:
-        self._items.add(result.choices[0].events)
-        self._finish(result.output.outputs[0].finish_reason)
+        output, events = result.output.outputs[0], result.choices[0].events
+        self._note_logprobs(self._items.add(events), output.text, output.logprobs or [], events)
+        self._finish(output.finish_reason)
         return self._finished(result.output, num_reasoning_tokens)
 
     def events(self, chat_delta: ChatDelta) -> bytes:
         """The events of one delta; the first ones open the response."""
         events = []
+        delta = chat_delta.delta
         if not self._num_events:
             response = self._response("in_progress", [])
             events = [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
         item_events = self._items.add(chat_delta.events)
-        if chat_delta.delta.finish_reason is not None:
-            item_events += self._finish(chat_delta.delta.finish_reason)
-        for item_event in item_events:
-            events += self._item_events(item_event)
+        logprobs = self._note_logprobs(item_events, delta.text, delta.logprobs, chat_delta.events)
+        if delta.finish_reason is not None:
+            item_events += self._finish(delta.finish_reason)
+        for place, item_event in enumerate(item_events):
+            events += self._item_events(item_event, logprobs.get(place, []))
         return b"".join(events)
+
+    def _note_logprobs(
+        self,
+        item_events: Sequence[ItemEvent],
+        text: str,
+        entries: Sequence[dict[int, Logprob]],
+        events: Sequence[OutputEvent],
+    ) -> dict[int, list[Body]]:
+        """The log-probabilities of the text deltas among these events, by their place."""
+        if self._logprobs is None:
+            return {}
+        places = [
+            place
+            for place, each in enumerate(item_events)
+            if isinstance(each, ItemDelta) and each.item.kind is OutputItemKind.TEXT
+        ]
+        found = dict(zip(places, self._logprobs.add(text, entries, events), strict=True))
+        for place, logprobs in found.items():
+            self._item_logprobs.setdefault(item_events[place].item.key, []).extend(logprobs)
+        return found
 
     def last_event(self, output: RequestOutput, num_reasoning_tokens: int) -> bytes:
         kind = "response.incomplete" if self._truncated else "response.completed"
@@ -66,58 +165,84 @@ class ResponsesResponse:
 
     def failed(self, error: Exception) -> bytes:
         """The event of a failure after the first byte. Before the response is opened, it is an `error` event."""
+        if not self._num_events:
+            details = error_body(client_error(error))["error"]
+            assert isinstance(details, dict)
+            return self._event("error", code=details["code"], message=details["message"], param=details["param"])
+        return self._event("response.failed", response=self.fail(error))
+
+    def fail(self, error: Exception) -> Body:
+        """The failed response, with what it has so far."""
         reported = client_error(error)
         details = error_body(reported)["error"]
         assert isinstance(details, dict)
-        if not self._num_events:
-            return self._event("error", code=details["code"], message=details["message"], param=details["param"])
         codes = {429: "rate_limit_exceeded"}
         code = codes.get(reported.status, "server_error" if reported.status >= 500 else "invalid_prompt")
-        items = [_item(item, "incomplete") for item in self._items.items]
+        items = [self._item(item, "incomplete") for item in self._items.items]
         failure = {"code": code, "message": details["message"]}
-        return self._event("response.failed", response=self._response("failed", items, error=failure))
+        return self._end(self._response("failed", items, error=failure))
 
     def _finish(self, finish_reason: str | None) -> list[ItemEvent]:
         self._truncated = finish_reason == "length"
         return self._items.finish(truncated=self._truncated)
 
     def _finished(self, output: RequestOutput, num_reasoning_tokens: int) -> Body:
-        items = [_item(item, _final_status(item)) for item in self._items.items]
+        items = [self._item(item, _final_status(item)) for item in self._items.items]
         usage = _usage(output, num_reasoning_tokens)
         if self._truncated:
             details = {"reason": "max_output_tokens"}
-            return self._response("incomplete", items, incomplete_details=details, usage=usage)
-        return self._response("completed", items, usage=usage, completed_at=int(time.time()))
+            return self._end(self._response("incomplete", items, incomplete_details=details, usage=usage))
+        return self._end(self._response("completed", items, usage=usage, completed_at=int(time.time())))
+
+    def _end(self, response: Body) -> Body:
+        self._ended(response)
+        return response
 
     def _response(self, status: str, items: list[Body], **fields: object) -> Body:
         outcome = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **fields}
         return {**self._head, "status": status, "output": items, **outcome, **self._echo}
 
-    def _item_events(self, item_event: ItemEvent) -> list[bytes]:
+    def _item_events(self, item_event: ItemEvent, logprobs: list[Body]) -> list[bytes]:
         item = item_event.item
         is_call = item.kind is OutputItemKind.TOOL_CALL
+        is_text = item.kind is OutputItemKind.TEXT
         place: Body = {"item_id": _id(item), "output_index": item.index, **({} if is_call else {"content_index": 0})}
-        logprobs: Body = {"logprobs": []} if item.kind is OutputItemKind.TEXT else {}
         match item_event:
             case ItemOpened():
                 empty: Body = {"arguments": ""} if is_call else {"content": []}
-                events = [self._item_event("added", item, {**_item(item, "in_progress"), **empty})]
+                events = [self._item_event("added", item, {**self._item(item, "in_progress"), **empty})]
                 if not is_call:
-                    events.append(self._event("response.content_part.added", **place, part=_part(item.kind, "")))
+                    events.append(self._event("response.content_part.added", **place, part=_part(item.kind, "", [])))
                 return events
             case ItemDelta(_, text):
-                return [self._event(f"{_DELTA_EVENTS[item.kind]}.delta", **place, delta=text, **logprobs)]
+                scored: Body = {"logprobs": logprobs} if is_text else {}
+                return [self._event(f"{_DELTA_EVENTS[item.kind]}.delta", **place, delta=text, **scored)]
             case ItemClosed():
                 done = f"{_DELTA_EVENTS[item.kind]}.done"
                 if is_call:
                     events = [self._event(done, **place, name=item.name, arguments=item.text)]
                 else:
-                    part = _part(item.kind, item.text)
+                    all_logprobs = self._item_logprobs.get(item.key, [])
+                    part = _part(item.kind, item.text, all_logprobs)
+                    scored = {"logprobs": all_logprobs} if is_text else {}
                     events = [
-                        self._event(done, **place, text=item.text, **logprobs),
+                        self._event(done, **place, text=item.text, **scored),
                         self._event("response.content_part.done", **place, part=part),
                     ]
-                return [*events, self._item_event("done", item, _item(item, _final_status(item)))]
+                return [*events, self._item_event("done", item, self._item(item, _final_status(item)))]
+
+    def _item(self, item: OutputItem, status: str) -> Body:
+        match item.kind:
+            case OutputItemKind.TOOL_CALL:
+                call_id = f"call_{item.key[:24]}"
+                body: Body = {"type": "function_call", "call_id": call_id, "name": item.name, "arguments": item.text}
+            case OutputItemKind.TEXT:
+                part = _part(item.kind, item.text, self._item_logprobs.get(item.key, []))
+                body = {"type": "message", "role": "assistant", "content": [part]}
+            case OutputItemKind.REASONING:
+                content = [_part(item.kind, item.text, [])]
+                body = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+        return {"id": _id(item), **body, "status": status}
 
     def _item_event(self, name: str, item: OutputItem, body: Body) -> bytes:
         return self._event(f"response.output_item.{name}", output_index=item.index, item=body)
@@ -136,22 +261,9 @@ def _final_status(item: OutputItem) -> str:
     return "incomplete" if item.truncated else "completed"
 
 
-def _item(item: OutputItem, status: str) -> Body:
-    match item.kind:
-        case OutputItemKind.TOOL_CALL:
-            call_id = f"call_{item.key[:24]}"
-            body: Body = {"type": "function_call", "call_id": call_id, "name": item.name, "arguments": item.text}
-        case OutputItemKind.TEXT:
-            body = {"type": "message", "role": "assistant", "content": [_part(item.kind, item.text)]}
-        case OutputItemKind.REASONING:
-            content = [_part(item.kind, item.text)]
-            body = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-    return {"id": _id(item), **body, "status": status}
-
-
-def _part(kind: OutputItemKind, text: str) -> Body:
+def _part(kind: OutputItemKind, text: str, logprobs: list[Body]) -> Body:
     if kind is OutputItemKind.TEXT:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}
 
 
@@ -181,7 +293,7 @@ def _echo(body: ResponsesBody, generation: GenerationRequest) -> Body:
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "text": {
             "format": {
                 "type": "text" if shape is None else shape.type,
@@ -203,7 +315,7 @@ def _echo(body: ResponsesBody, generation: GenerationRequest) -> Body:
         "safety_identifier": body.safety_identifier,
         "user": body.user,
         "service_tier": "default",
-        "store": False,
-        "background": False,
-        "previous_response_id": None,
+        "store": body.store is not False,
+        "background": bool(body.background),
+        "previous_response_id": body.previous_response_id,
     }
