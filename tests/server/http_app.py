@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import httpx
@@ -20,7 +21,7 @@ from quire.core.errors import InvalidPrompt, QueueFull
 from quire.server.http.access import AccessOptions, AdmissionCheck
 from quire.server.http.auth import ADMIN, Identity, KeyRing
 from quire.server.http.errors import HANDLERS
-from quire.server.http.middleware import early_refusals, secure
+from quire.server.http.middleware import secure
 from quire.server.http.protocol import ConnectionLimits, GuardedProtocol, guarded
 from quire.server.http.request_context import RequestRecord, context_of
 
@@ -215,7 +216,8 @@ def running_server(
     application, records = Application(), list[RequestRecord]()
     options = options or AccessOptions(admin_routes=ADMIN_ROUTES)
     app = secure(application.starlette, keys=keys, options=options, observers=[records.append], admission=admission)
-    protocol = guarded(limits or ConnectionLimits(), records.append, early_refusals(app, options))
+    limits = replace(limits or ConnectionLimits(), body_bytes=options.max_body_bytes)
+    protocol = guarded(limits, records.append, app, replies_early=not options.allowed_origins)
     config = uvicorn.Config(
         app,
         http=timers.protocol(protocol) if timers else protocol,

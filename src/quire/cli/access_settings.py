@@ -14,8 +14,8 @@ from quire.server.app import ADMIN_ROUTES, Application
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import make_key_ring
 from quire.server.http.logs import LogFormat, LogWriter, log_request
-from quire.server.http.middleware import RequestObserver, early_refusals, secure
-from quire.server.http.protocol import ConnectionLimits, connection_limit, guarded
+from quire.server.http.middleware import RequestLogger, RequestObserver, secure
+from quire.server.http.protocol import connection_limits, guarded
 from quire.server.http.request_context import RequestRecord
 from quire.server.metrics import Metrics
 
@@ -36,6 +36,7 @@ class AccessSettings:
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
         self._observers: list[RequestObserver] = [log_request]
+        self._requests: RequestLogger
 
     @property
     def keyed(self) -> bool:
@@ -52,15 +53,21 @@ class AccessSettings:
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
         self._observers.append(metrics.responded)
-        return secure(app, keys=self._keys, options=self._options, observers=self._observers, admission=app)
+        self._requests = secure(app, keys=self._keys, options=self._options, observers=self._observers, admission=app)
+        return self._requests
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """Settings of uvicorn for an application behind the access checks."""
         certificate, key = self._certificate or (None, None)
-        limits, refuse_early = ConnectionLimits(connections=connection_limit()), early_refusals(app, self._options)
+        replies_early = app is self._requests and not self._options.allowed_origins  # neither CORS nor tracing around
         return {
             "app": app,
-            "http": guarded(limits, self._notify, refuse_early),
+            "http": guarded(
+                connection_limits(self._options.max_body_bytes),
+                self._notify,
+                self._requests,
+                replies_early=replies_early,
+            ),
             "ws": "none",
             "root_path": self._root_path,
             "proxy_headers": False,  # X-Forwarded-For: a client could claim any address

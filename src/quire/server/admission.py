@@ -6,11 +6,9 @@ body that never comes takes none. It counts until its last byte is sent, and eac
 refusal reads counters. Priority and timeout headers are read here.
 """
 
-import ipaddress
 import math
 import re
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,13 +19,12 @@ from quire.core.errors import Draining, InvalidParameter, QueueFull, QuireError
 from quire.server.async_engine import AsyncEngine, EngineRestarting
 from quire.server.engine_supervisor import Health
 from quire.server.fair_shares import Client, ClientRates, FairShares, Throughput
-from quire.server.http.auth import ANONYMOUS, Identity
+from quire.server.http.auth import ANONYMOUS, Identity, client_name
 from quire.server.http.request_context import CURRENT_CONTEXT, context_of
 
 LONGEST_ADVICE_S = 60.0
 _SHORTEST_ADVICE_S = 0.1  # refused clients that come back sooner cost more than they gain
 _USUAL_ADVICE_S = 1.0  # before a rate is known
-_IPV6_SITE_BITS = 64  # of an address: the rest is the client's own choice
 
 
 class ShareExhausted(QuireError):
@@ -49,23 +46,8 @@ class ServerPaused(QuireError):
 
 def client_of(identity: Identity, scope: Scope) -> Client:
     """The client that a request counts for."""
-    if identity is not ANONYMOUS:
-        return Client(identity.name, identity.weight, known=True)
-    address = scope.get("client")
-    return Client("" if address is None else _network(address[0]))
-
-
-@lru_cache(maxsize=4096)
-def _network(address: str) -> str:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((int(parsed), _IPV6_SITE_BITS), strict=False))
+    name = client_name(identity, scope.get("client"))
+    return Client(name) if identity is ANONYMOUS else Client(name, identity.weight, known=True)
 
 
 class RequestPlace:

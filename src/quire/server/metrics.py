@@ -36,7 +36,7 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tok
 _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
-     "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout"}
+     "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies"}
 )  # fmt: skip
 
 

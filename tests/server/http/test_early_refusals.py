@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 
 from quire.core.errors import QueueFull
 from quire.server.http.access import AccessOptions
-from quire.server.http.middleware import RequestLogger, early_refusals, secure
+from quire.server.http.middleware import secure
 from quire.server.http.protocol import ConnectionLimits, GuardedProtocol
 from quire.server.http.request_context import route_path
 from tests.server.http_app import (
@@ -183,8 +183,7 @@ def test_early_and_late_refusals_are_equal(method: str, path: str, headers: list
         return {"type": "http", "method": method, "path": path, "headers": [*headers], "query_string": b""}
 
     logger = secure(Application().starlette, keys=KEYED, options=AccessOptions(admin_routes=ADMIN_ROUTES))
-    assert isinstance(logger, RequestLogger)
-    early, late = logger.refuse_early(scope()), reply_of(logger, scope())
+    early, late = logger.check(scope(), replies=True), reply_of(logger, scope())
     if early is None:
         assert late.status not in (401, 403, 413, 415)
     else:
@@ -217,12 +216,10 @@ def without_ids(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name, value) for name, value in headers if value == b"mine" or not name.endswith(b"request-id")]
 
 
-def test_no_early_refusals_with_a_middleware_outside() -> None:
-    options = AccessOptions(allowed_origins=("https://example.org",))
-    app = secure(Application().starlette, keys=KEYED, options=options)
-    assert early_refusals(app, options) is None
-
-    async def around(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(scope, receive, send)
-
-    assert early_refusals(around, AccessOptions()) is None
+def test_with_cors_a_refusal_has_its_headers_and_needs_no_body() -> None:
+    options = AccessOptions(allowed_origins=("https://a.example",))
+    head = HEAD + b"Origin: https://a.example\r\n\r\n"
+    with running_server(options=options) as server, server.connect() as connection:
+        connection.sendall(head)  # a body is announced, and never sent
+        response = first_response(connection)
+    assert status_of(response) == 401 and b"access-control-allow-origin: https://a.example\r\n" in response

@@ -18,12 +18,10 @@ from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.fair_shares import Client
-from quire.server.http.access import AccessOptions
 from quire.server.http.auth import KeyRing
 from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
 
-LIMIT_BYTES = 1000
 INFO = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())  # one row
 GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 
@@ -49,7 +47,7 @@ class AsgiExchange:
     """One request whose body arrives in pieces of 400 bytes; counts the bytes read."""
 
     def __init__(self, app: Application, path: str) -> None:
-        self._app = secure(app, keys=KeyRing([]), options=AccessOptions(max_body_bytes=LIMIT_BYTES), admission=app)
+        self._app = secure(app, keys=KeyRing([]), admission=app)
         self._path = path
         self.num_read = 0
         self.status = 0
@@ -89,9 +87,3 @@ def test_a_trailing_slash_is_not_redirected(full: Application, path: str) -> Non
     exchange = AsgiExchange(full, path).make()
     assert exchange.status == 404 and b"location" not in exchange.headers
     assert json.loads(exchange.body)["error"]["message"] == f"POST {path} is not served here."
-
-
-def test_a_body_above_the_limit_is_read_no_further(full: Application) -> None:
-    exchange = AsgiExchange(full, "/tokenize").make()
-    assert exchange.status == 413 and json.loads(exchange.body)["error"]["code"] == "body_too_large"
-    assert LIMIT_BYTES < exchange.num_read <= LIMIT_BYTES + 400

@@ -1,7 +1,7 @@
 """Access checks: authentication, CSRF and DNS rebinding protection, body limit. What is not allowed is refused.
 
-All checks but the last read only the head of a request, so a refusal reads no body. Does not depend on the
-application.
+They read only the head of a request, so a refusal reads no body. The body limit of bodies without a length is the
+protocol's. Does not depend on the application.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.routing import Match, Router, compile_path
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import ConfigError
 from quire.server.http.auth import ANONYMOUS, Identity, KeyRing
@@ -80,12 +80,14 @@ class AccessCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        if context.refusal is not None:
+            raise context.refusal
         if not context.passed:
             self.check(scope, context)
         if not context.admitted:
             self.admit(scope, context)
         try:
-            await self._app(scope, self._limited(receive), send)
+            await self._app(scope, receive, send)
         finally:
             if context.place is not None:
                 context.place.release()
@@ -179,22 +181,6 @@ class AccessCheck:
         holds."""
         served = (route.matches(scope)[0] is Match.FULL for route in self._app.routes)
         return scope["method"] in ("POST", "PUT", "PATCH") and any(served)
-
-    def _limited(self, receive: Receive) -> Receive:
-        """The body limit for bodies without a length."""
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            if num_bytes > self._limit:
-                raise BodyTooLarge(self._limit)
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit:
-                raise BodyTooLarge(self._limit)
-            return message
-
-        return limited
 
 
 def _host(origin: str) -> str:

@@ -9,10 +9,12 @@ A key file has one key per line; what follows a key is optional:
 """
 
 import hashlib
+import ipaddress
 import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from quire.core.errors import ConfigError
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_IPV6_SITE_BITS = 64  # of an address: the rest is the client's own choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,27 @@ class Identity:
 ANONYMOUS = Identity("anonymous", trusted=True)  # every client of a server without keys
 UNAUTHENTICATED = Identity("nobody", max_open=0)  # before a key is found; the name is in logs
 ADMIN = Identity("admin", trusted=True, admin=True)
+
+
+def client_name(identity: Identity, address: tuple[str, int] | None) -> str:
+    """The client that a request counts for: its key, or without keys its network."""
+    if identity is not ANONYMOUS:
+        return identity.name
+    return "" if address is None else network_of(address[0])
+
+
+@lru_cache(maxsize=4096)
+def network_of(address: str) -> str:
+    """An IPv4 address, or the /64 of an IPv6 address."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed), _IPV6_SITE_BITS), strict=False))
 
 
 class KeyRing:

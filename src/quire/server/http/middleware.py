@@ -1,8 +1,8 @@
 """The middleware stack: request ids, response headers and access records around CORS, error replies and access checks.
 
 Pure ASGI, from the outside in: `RequestLogger`, CORS if any origin is allowed, `ErrorTranslator`, `AccessCheck`. The
-protocol can run the access checks on the head of a request before all that (`RequestLogger.refuse_early`): under
-overload most requests are refused, and such a refusal costs no task.
+protocol runs the access checks on the head of a request before all that (`RequestLogger.check`), and admits it when it
+is complete: under overload most requests are refused, and such a refusal costs no task.
 """
 
 import re
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.core.errors import QuireError
 from quire.server.http.access import AccessCheck, AccessOptions, AdmissionCheck
 from quire.server.http.auth import KeyRing
 from quire.server.http.errors import CLIENT_LEFT, ErrorReply, ErrorTranslator, Headers, is_anthropic, translated
@@ -32,7 +31,6 @@ from quire.server.http.request_context import (
 )
 
 RequestObserver = Callable[[RequestRecord], None]
-EarlyRefusal = Callable[[Scope], ErrorReply | None]
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -51,7 +49,7 @@ def secure(
     options: AccessOptions | None = None,
     observers: Sequence[RequestObserver] = (),
     admission: AdmissionCheck | None = None,
-) -> ASGIApp:
+) -> "RequestLogger":
     """The application inside the middleware stack. Observers get a record of each request when it ends."""
     options = options or AccessOptions()
     access = AccessCheck(app, keys, options, admission)
@@ -65,11 +63,6 @@ def secure(
             expose_headers=["x-request-id", "x-quire-request-id", "request-id", "retry-after", "retry-after-ms"],
         )
     return RequestLogger(app, guarded, access, RouteNames(patterns(app.routes)), observers)
-
-
-def early_refusals(app: ASGIApp, options: AccessOptions) -> EarlyRefusal | None:
-    """Refusals from the head of a request alone. None where CORS or another middleware must see each response."""
-    return app.refuse_early if isinstance(app, RequestLogger) and not options.allowed_origins else None
 
 
 class RequestLogger:
@@ -98,8 +91,6 @@ class RequestLogger:
         headers = _headers(scope, context)
 
         async def send_noted(message: Message) -> None:
-            if context.cut_off:
-                return  # the protocol has replied
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
@@ -112,16 +103,36 @@ class RequestLogger:
         finally:
             self._report(scope, context)
 
-    def refuse_early(self, scope: Scope) -> ErrorReply | None:
-        """The whole reply if the access checks refuse a request, and its record is reported. None if they pass."""
-        context = self._begin(scope)
+    def check(self, scope: Scope, *, replies: bool) -> ErrorReply | None:
+        """Run the access checks on the head of a request. If they refuse it: the whole reply, and its record is
+        reported; or without `replies` None, and the application will reply."""
+        return self._checked(self._access.check, scope, self._begin(scope), replies=replies)
+
+    def admit(self, scope: Scope, *, replies: bool) -> ErrorReply | None:
+        """The same when the request is complete: it takes its place in the queue."""
+        return self._checked(self._access.admit, scope, context_of(scope), replies=replies)
+
+    def _checked(
+        self, check: Callable[[Scope, RequestContext], None], scope: Scope, context: RequestContext, *, replies: bool
+    ) -> ErrorReply | None:
         try:
-            self._access.check(scope, context)
+            check(scope, context)
         except Exception as error:
-            reply = _whole_reply(error, scope, context)
-            self._report(scope, context)
-            return reply
+            if replies:
+                return self.cut_off(scope, error)
+            context.refusal = error
         return None
+
+    def cut_off(self, scope: Scope, error: Exception) -> ErrorReply:
+        """The whole reply to a request that never reaches the application; its record is reported."""
+        context = context_of(scope)
+        reply = _whole_reply(error, scope, context)
+        self._report(scope, context)
+        return reply
+
+    def abandoned(self, scope: Scope) -> None:
+        """The client disconnected before its request was complete."""
+        self._report(scope, context_of(scope))
 
     @staticmethod
     def _begin(scope: Scope) -> RequestContext:
@@ -149,16 +160,6 @@ class RequestLogger:
         )
         for observe in self._observers:
             observe(record)
-
-
-def cut_off(scope: Scope, error: QuireError) -> ErrorReply:
-    """The whole reply of the protocol to a request that passed the checks and that the application has not answered.
-
-    The application then receives a disconnect, and the record of the request has this reply's status.
-    """
-    context = context_of(scope)
-    context.cut_off = True
-    return _whole_reply(error, scope, context)
 
 
 def _whole_reply(error: Exception, scope: Scope, context: RequestContext) -> ErrorReply:

@@ -2,7 +2,9 @@
 
 Against slow loris clients, a head must be complete within seconds and a body must keep a minimum rate. A connection has
 one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
-head alone is answered here: no task is made and no body is kept. Does not depend on keys or routes.
+head alone is answered here: no task is made and no body is kept. Otherwise the application gets the request when its
+body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. Does not
+depend on keys or routes.
 
 HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
 would chunk it for every client.
@@ -22,10 +24,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.http.auth import UNAUTHENTICATED
-from quire.server.http.errors import ErrorReply, Stopping, reply_to
-from quire.server.http.middleware import EarlyRefusal, RequestObserver, cut_off, response_headers
-from quire.server.http.request_context import OTHER, RequestRecord, has_context, new_request_id
+from quire.server.http.auth import UNAUTHENTICATED, client_name
+from quire.server.http.body_budget import BodyBudget, PendingBody
+from quire.server.http.errors import BodyTooLarge, ErrorReply, Stopping, reply_to
+from quire.server.http.middleware import RequestLogger, RequestObserver, response_headers
+from quire.server.http.request_context import OTHER, RequestRecord, context_of, new_request_id
 
 
 def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
@@ -51,6 +54,7 @@ def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors for other uses than connections
+_WHOLE_BODIES = 4  # of the largest size, that all clients together may have at least
 
 
 class MalformedHttp(QuireError):
@@ -90,6 +94,10 @@ class ConnectionLimits:
     head_s: float = 10.0
     body_s: float = 30.0  # for a body; then received bytes extend the deadline, by at most as much again
     body_bytes_per_s: int = 64 << 10  # by this rate
+    body_bytes: int = 16 << 20  # of one body
+    all_bodies_bytes: int = 256 << 20  # of all requests that are not answered yet
+    client_bodies_bytes: int = 192 << 20  # of those of one client: what is left is for the others
+    client_incomplete_bodies: int = 2048  # half of the connections
     linger_s: float = 2.0  # input after a refusal is discarded for so long: a reset would discard the reply
     linger_bytes: int = 16 << 20
     connections: int = _MAX_CONNECTIONS
@@ -110,9 +118,11 @@ class ConnectionPhase(Enum):
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. Made by uvicorn; see `guarded` for how it gets its limits."""
 
-    limits = ConnectionLimits()
-    observe: RequestObserver | None = None
-    refuse_early: EarlyRefusal | None = None
+    limits: ConnectionLimits
+    observe: RequestObserver
+    requests: RequestLogger
+    replies_early: bool
+    bodies: BodyBudget  # of all connections
 
     _phase = ConnectionPhase.HEAD
     _timer: asyncio.Handle | None = None
@@ -123,6 +133,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_discarded_bytes = 0
     _refusal: QuireError | None = None
     _early_reply: ErrorReply | None = None
+    _pending: ASGI3Application | None = None  # gets the request when it is complete
+    _body: PendingBody | None = None  # until the response is complete
 
     # Called by the transport
 
@@ -138,6 +150,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._pending is not None:
+            self._pending = None
+            self.requests.abandoned(cast(Scope, self.cycle.scope))
+        self._forget_body()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -182,8 +198,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._decline_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError:
             if self._phase is ConnectionPhase.RESPONSE or self._early_reply is not None:  # the request itself was valid
-                self.cycle.keep_alive = False
-                self._enter(ConnectionPhase.LAST_RESPONSE)
+                self._await_last_response()
             else:
                 self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
         if self._early_reply is not None:
@@ -230,32 +245,64 @@ class GuardedProtocol(HttpToolsProtocol):
         self._enter(ConnectionPhase.BODY, self.limits.body_s, self._body_is_late)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Not for a request that is refused early. A client that does not read its responses gets no early refusal: by
-        backpressure it waits."""
-        if self.refuse_early is not None and not self.flow.write_paused:
-            self._early_reply = self.refuse_early(cast(Scope, cycle.scope))
+        """Not yet: when the request is complete. Only a refusal that the application is to send starts at once, without
+        the body: a client that does not read its responses waits for it by backpressure."""
+        scope = cast(Scope, cycle.scope)
+        if scope["http_version"] == "1.0":
+            app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
+        self._early_reply = self.requests.check(scope, replies=self._may_reply)
         if self._early_reply is not None:
             return
-        if cycle.scope["http_version"] == "1.0":
-            app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
-        super()._start_asgi_task(cycle, app)
+        if context_of(scope).refusal is not None:
+            super()._start_asgi_task(cycle, app)
+            return
+        self._pending = app
+        body = PendingBody(client_name(context_of(scope).identity, self.client), self._crowd_out)
+        try:
+            self.bodies.add(body)
+        except QuireError as error:
+            raise self._refused(error) from error
+        self._body = body
+        if cycle.waiting_for_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+
+    @property
+    def _may_reply(self) -> bool:
+        return self.replies_early and not self.flow.write_paused
 
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes = 0
         self._num_body_bytes += len(body)
-        if self._early_reply is None:
-            super().on_body(body)
+        if self._pending is None:
+            return  # it is refused
+        if self._num_body_bytes > self.limits.body_bytes:
+            raise self._refused(BodyTooLarge(self.limits.body_bytes))
+        assert self._body is not None
+        try:
+            self.bodies.grow(self._body, len(body))
+        except QuireError as error:
+            raise self._refused(error) from error
+        self.cycle.body += body
 
     def on_message_complete(self) -> None:
         if self._phase is ConnectionPhase.HEAD:
             return  # of an upgrade that will be declined
         super().on_message_complete()
+        app, self._pending = self._pending, None
+        if app is not None:
+            assert self._body is not None
+            self.bodies.complete(self._body)
+            self._early_reply = self.requests.admit(cast(Scope, self.cycle.scope), replies=self._may_reply)
+            if self._early_reply is None:
+                super()._start_asgi_task(self.cycle, app)
         if self.cycle.response_complete:  # the response came before the end of the body
             self._await_head()
         else:
             self._enter(ConnectionPhase.RESPONSE)
 
     def on_response_complete(self) -> None:
+        self._forget_body()
         super().on_response_complete()
         if self._phase is ConnectionPhase.BODY and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -263,7 +310,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server stops. A request whose body is incomplete gets an error."""
-        if self._phase is ConnectionPhase.BODY and not self.cycle.response_started:
+        if self._pending is not None:
             self._refuse(Stopping())
         else:
             super().shutdown()
@@ -298,9 +345,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _body_is_late(self) -> None:
         """Refuse the body, unless enough of it came since the last check: a trickle does not hold a connection."""
         limits, num_new = self.limits, self._num_body_bytes - self._num_credited_bytes
-        if self.flow.read_paused:  # backpressure: the application does not read
-            self._enter(ConnectionPhase.BODY, limits.body_s, self._body_is_late)
-        elif num_new:
+        if num_new:
             self._num_credited_bytes = self._num_body_bytes
             self._enter(ConnectionPhase.BODY, min(num_new / limits.body_bytes_per_s, limits.body_s), self._body_is_late)
         else:
@@ -333,24 +378,39 @@ class GuardedProtocol(HttpToolsProtocol):
         return error
 
     def _refuse(self, error: QuireError) -> None:
-        """Reply in place of the application; if its response has begun, close."""
-        cycle, request_id, reply = self.cycle, new_request_id(), reply_to(error)
-        reply = reply._replace(headers=[*reply.headers, *response_headers(request_id, None)])
-        if cycle is not None and not cycle.response_complete:
-            scope = cast(Scope, cycle.scope)
-            cycle.disconnected = True
-            cycle.message_event.set()  # the application receives a disconnect, and the middleware reports the request
-            if cycle.response_started:
-                self._close()
-                return
-            if has_context(scope):
-                reply = cut_off(scope, error)
-        elif self.observe is not None:
+        """Reply in place of the application, which has not got the request; if it is replying, that is the last."""
+        cycle = self.cycle
+        if self._pending is not None:
+            self._pending = None
+            reply = self.requests.cut_off(cast(Scope, cycle.scope), error)
+            cycle.response_started = cycle.response_complete = True
+            cycle.on_response = lambda: None
+            self._forget_body()
+        elif cycle is not None and not cycle.response_complete:
+            self._await_last_response()
+            return
+        else:
+            request_id = new_request_id()
+            reply = reply_to(error)
+            reply = reply._replace(headers=[*reply.headers, *response_headers(request_id, None)])
             self.observe(
                 RequestRecord(OTHER, OTHER, error.status, 0.0, UNAUTHENTICATED.name, request_id, error_code=error.code)
             )
         self._write(reply._replace(headers=[*reply.headers, (b"connection", b"close")]))
         self._linger()
+
+    def _crowd_out(self) -> None:
+        """The bodies of all requests take too much, and this client's the most."""
+        self._refuse(TooSlow("The server has too many incomplete bodies, and this one was the oldest of its client."))
+
+    def _forget_body(self) -> None:
+        if self._body is not None:
+            self.bodies.remove(self._body)
+            self._body = None
+
+    def _await_last_response(self) -> None:
+        self.cycle.keep_alive = False
+        self._enter(ConnectionPhase.LAST_RESPONSE)
 
     def _write(self, reply: ErrorReply) -> None:
         lines = b"".join([name + b": " + value + b"\r\n" for name, value in reply.headers])
@@ -374,21 +434,36 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded(
-    limits: ConnectionLimits, observe: RequestObserver | None = None, refuse_early: EarlyRefusal | None = None
+    limits: ConnectionLimits, observe: RequestObserver, requests: RequestLogger, *, replies_early: bool
 ) -> type[GuardedProtocol]:
     """The protocol with these limits, for uvicorn's `http=`. The observer gets records of requests that never reached
-    the middleware."""
+    the middleware. `replies_early`: refusals are sent here; not where another middleware must see each response."""
 
     class Guarded(GuardedProtocol):
         pass
 
     Guarded.limits = limits
-    Guarded.observe = None if observe is None else staticmethod(observe)
-    Guarded.refuse_early = None if refuse_early is None else staticmethod(refuse_early)
+    Guarded.observe = staticmethod(observe)
+    Guarded.requests = requests
+    Guarded.replies_early = replies_early
+    Guarded.bodies = BodyBudget(
+        total_bytes=limits.all_bodies_bytes,
+        client_bytes=limits.client_bodies_bytes,
+        client_incomplete=limits.client_incomplete_bodies,
+    )
     return Guarded
 
 
-def connection_limit(most: int = _MAX_CONNECTIONS) -> int:
-    """At most this many connections, and at most what the limit on open files allows."""
+def connection_limits(max_body_bytes: int, most: int = _MAX_CONNECTIONS) -> ConnectionLimits:
+    """The default limits for bodies of this size. Connections also at most as the limit on open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))
+    connections = most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))
+    usual = ConnectionLimits()
+    all_bytes = max(usual.all_bodies_bytes, _WHOLE_BODIES * max_body_bytes)
+    return ConnectionLimits(
+        connections=connections,
+        body_bytes=max_body_bytes,
+        all_bodies_bytes=all_bytes,
+        client_bodies_bytes=all_bytes * 3 // 4,
+        client_incomplete_bodies=max(connections // 2, 1),
+    )

@@ -42,6 +42,7 @@ class RequestContext:
     label: str | None = None
     passed: bool = False  # the access checks, which need only its head
     admitted: bool = False  # when it is complete
+    refusal: Exception | None = None  # of the checks; the application replies with it
     place: AdmittedPlace | None = None  # of a request that generates
     identity: Identity = UNAUTHENTICATED
     num_prompt_tokens: int | None = None  # None before a prompt is submitted to the engine
@@ -50,7 +51,6 @@ class RequestContext:
     timeout_s: float | None = None
     status: int | None = None  # once the response has begun
     complete: bool = False
-    cut_off: bool = False  # the protocol has replied in place of the application
     failed: bool = False  # by an internal error, whatever status was sent before it
     error_code: str | None = None  # of the error that was its response
 
