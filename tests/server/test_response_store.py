@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from quire.server.response_store import ResponseStore, StoredItem, StoredResponse, StoreFull, StoreLimits
 
-LIMITS = StoreLimits(max_responses=12, max_bytes=60_000, max_responses_per_owner=5, max_bytes_per_owner=24_000)
+LIMITS = StoreLimits(max_responses=12, max_bytes=10**6, max_responses_per_owner=5, max_bytes_per_owner=10**5)
+FEW_BYTES = StoreLimits(max_responses=1000, max_bytes=90_000, max_responses_per_owner=1000, max_bytes_per_owner=40_000)
 
 
 class Running:
@@ -22,7 +23,7 @@ def made(name: str, owner: str = "a", size: int = 10, running: bool = False) -> 
     return StoredResponse(name, owner, b"x" * size, (), output, running=Running() if running else None)
 
 
-def check(store: ResponseStore, all_of: list[StoredResponse]) -> None:
+def check(store: ResponseStore) -> None:
     kept = [each for owned in store._owned.values() for each in owned.responses.values()]
     limits = store.limits
     assert store.num_responses == len(kept) <= limits.max_responses
@@ -36,14 +37,16 @@ def check(store: ResponseStore, all_of: list[StoredResponse]) -> None:
 
 @settings(max_examples=60)
 @given(
+    st.sampled_from([LIMITS, FEW_BYTES]),
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 8), st.sampled_from([10, 2000, 4500, 9000]), st.booleans(),
-                  st.sampled_from(["put", "get", "delete"])),
-        max_size=60,
-    )
+        st.tuples(st.integers(0, 3), st.integers(0, 40), st.sampled_from([10, 1000, 1200, 9000]), st.booleans(),
+                  st.sampled_from(["put", "put", "get", "delete"])),
+        min_size=30,
+        max_size=200,
+    ),
 )  # fmt: skip
-def test_limits_hold_after_every_call(calls: list[tuple[int, int, int, bool, str]]) -> None:
-    store = ResponseStore(LIMITS)
+def test_limits_hold_after_every_call(limits: StoreLimits, calls: list[tuple[int, int, int, bool, str]]) -> None:
+    store = ResponseStore(limits)
     running: dict[tuple[str, str], StoredResponse] = {}
     for owner_number, number, size, is_running, call in calls:
         owner, name = f"owner-{owner_number}", f"resp_{owner_number}_{number}"
@@ -61,7 +64,7 @@ def test_limits_hold_after_every_call(calls: list[tuple[int, int, int, bool, str
         elif call == "delete" and found is not None:
             store.delete(found)
             running.pop((owner, name), None)
-        check(store, [])
+        check(store)
         for (of, key), response in running.items():
             assert store.get(of, key) is response, "a response that is being generated is never dropped"
 
@@ -77,12 +80,12 @@ def test_the_least_recently_used_is_dropped_first() -> None:
 
 
 def test_an_owner_within_its_share_loses_nothing_to_others() -> None:
-    store = ResponseStore(LIMITS)
+    store = ResponseStore(FEW_BYTES)
     store.put(made("resp_small", "small"))
     for number in range(200):
         for owner in ("big-1", "big-2", "big-3", "big-4"):
-            store.put(made(f"resp_{owner}_{number}", owner, size=4000))
-    assert store.get("small", "resp_small") is not None
+            store.put(made(f"resp_{owner}_{number}", owner, size=1000))
+    assert store.get("small", "resp_small") is not None and store.num_bytes > 80_000
 
 
 def test_another_owner_finds_nothing() -> None:

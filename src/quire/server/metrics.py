@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -76,6 +76,8 @@ class Metrics:
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self.stored = Gauge("quire_stored_responses", "Responses kept by the Responses API.", registry=self.registry)
+        self.stored_bytes = Gauge("quire_stored_response_bytes", "Memory they take.", registry=self.registry)
         self.http = counter("http_requests", "HTTP responses.", "route", "method", "status")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.successes.labels(reason.value)

@@ -15,7 +15,7 @@ from quire.core.errors import QuireError
 
 _ENTRY_BYTES = 1024  # the objects of one response, beside its JSON
 _ITEM_BYTES = 256  # the objects of one item
-_LARGEST_SHARE = 4  # one response may take a quarter of its owner's bytes
+_LARGEST_SHARE = 16  # of its owner's bytes that one response may take: each request that continues it reads them all
 
 
 class StoreFull(QuireError):
@@ -71,7 +71,7 @@ class StoredResponse:
 
     def __post_init__(self) -> None:
         items = (*self.input, *self.output)
-        content = len(self.body) + sum(len(item.json) for item in items)
+        content = len(self.body) + sum(len(item.id) + len(item.json) for item in items)
         self.num_bytes = _ENTRY_BYTES + _ITEM_BYTES * len(items) + content
 
     @property

@@ -206,6 +206,8 @@ class Server:
         self.engine.progressed = self.metrics.progressed
         self.engine.lost = self.metrics.engine.note_loss
         self.state = ServerState(self.engine, self.supervisor, admission, self.metrics)
+        self.metrics.stored.set_function(lambda: self.state.responses.num_responses)
+        self.metrics.stored_bytes.set_function(lambda: self.state.responses.num_bytes)
         self.app = make_app(self.state)
 
     def _note_end(self, end: FinishedRequest) -> None:

@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseItemList
 
 from tests.server.api_server import MODEL, named_events
 from tests.server.local_server import LocalServer, local_server
-from tests.server.server_process import load, wait_until, wait_until_at_rest
+from tests.server.server_process import counted, load, wait_until, wait_until_at_rest
 
 LINES: list[dict[str, Any]] = [
     {"step_ms": 2},
@@ -112,9 +112,12 @@ def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI, http:
     assert (error.value.code, error.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_store_false_stores_nothing(client: openai.OpenAI) -> None:
+def test_store_false_stores_nothing(client: openai.OpenAI, http: httpx.Client) -> None:
+    before = counted(http, "stored_responses"), counted(http, "stored_response_bytes")
+    assert before[0] < before[1]
     made = ask(client, "hi", store=False)
     assert made.store is False
+    assert before == (counted(http, "stored_responses"), counted(http, "stored_response_bytes"))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 
