@@ -43,14 +43,14 @@ def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) ->
         paused = {row for row in expected if data.draw(st.integers(0, 3)) == 0}
         if paused and paused == {row for row, walker in rows.items() if not walker.is_finishing}:
             for row in paused:  # no row would compute: the step is planned again
-                calendar.book_again(Row(row), step)
+                calendar.book_again(Row(row))
             assert sorted(calendar.due(step).tolist()) == sorted(paused)
         fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.intp)
         calendar.book_granted(fed, step)
         for row in fed.tolist():
             rows[row].capacity += SIZE
         for row in paused:
-            calendar.book_paused(Row(row), step)
+            calendar.book_paused(Row(row))
         moving = [walker for row, walker in rows.items() if not walker.is_finishing and row not in paused]
         assert calendar.num_decoding == len(moving) + len(paused)
         assert calendar.num_finishing == len(rows) - calendar.num_decoding

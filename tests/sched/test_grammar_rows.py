@@ -16,6 +16,7 @@ from quire.kv.manager import KVManager
 from quire.sched.audit import audit
 from quire.sched.loop import Loop
 from quire.sched.policy import Policy
+from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import OracleRunner, first_allowed
 from tests.sched.inspection import state_of
@@ -55,9 +56,19 @@ def expected(request: Request, index: int) -> list[int]:
 
 
 class GrammarBench:
-    def __init__(self, depth: int, num_blocks: int, max_rows: int = 4, max_step_tokens: int = 12) -> None:
+    def __init__(
+        self,
+        depth: int,
+        num_blocks: int,
+        max_rows: int = 4,
+        max_step_tokens: int = 12,
+        overcommit: Overcommit = Overcommit.HEDGE,
+    ) -> None:
         self.scheduler = Scheduler(
-            KVManager(num_blocks, 4, max_rows), max_rows=max_rows, max_step_tokens=max_step_tokens, policy=Policy()
+            KVManager(num_blocks, 4, max_rows),
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            policy=Policy(overcommit=overcommit),
         )
         self.grammar = Grammar()
         runner = OracleRunner(num_blocks, 4, VOCAB)
@@ -141,3 +152,20 @@ def test_a_lost_step_loses_no_mask(depth):
     bench.run()
     for sequence in bench.sequences:
         assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
+
+
+def test_a_row_is_preempted_while_it_waits_for_its_mask() -> None:
+    """What it computed is charged and counted once: the step that it would have skipped is not one of them."""
+    bench = GrammarBench(depth=1, num_blocks=3, max_rows=2, overcommit=Overcommit.OPTIMISTIC)
+    bench.add(0, [1, 2, 3, 4], 9, masked=False)
+    for _ in range(4):  # it holds two blocks and needs the third in step 5
+        bench.turn()
+    bench.add(1, [30, 31, 32], 4, masked=True)
+    bench.turn()  # the last block
+    assert bench.scheduler.counters.preemptions == 0
+    bench.turn()
+    assert bench.scheduler.counters.preemptions == 1, "its first token is in flight"
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
+    assert bench.scheduler.counters.recomputed_tokens == 3

@@ -88,9 +88,9 @@ class StepBatcher:
 
     def schedule_decodes(self, builder: PlanBuilder) -> None:
         calendar = self._state.calendar
-        if len(self._state.grammar_rows):
-            self._hold_grammar_rows(builder)
         rows = calendar.due(builder.step)
+        if len(self._state.grammar_rows):
+            rows = self._hold_grammar_rows(rows, builder)
         if len(rows):
             blocks = self._state.kv.grow_each(rows)
             if blocks is None:
@@ -104,14 +104,11 @@ class StepBatcher:
         builder.num_decoding = calendar.num_decoding - len(builder.paused) - len(builder.held)
         builder.budget -= builder.num_decoding
 
-    def _hold_grammar_rows(self, builder: PlanBuilder) -> None:
-        """Grammar rows whose last token is in flight skip this step."""
-        calendar = self._state.calendar
-        builder.held = [
-            row for row in self._state.grammar_rows.unknown(self._state.last_absorbed) if calendar.is_decoding(row)
-        ]
-        for row in builder.held:
-            calendar.hold(row)
+    def _hold_grammar_rows(self, due: IndexArray, builder: PlanBuilder) -> IndexArray:
+        """Grammar rows whose last token is in flight skip this step; the other rows that need a block."""
+        unknown = self._state.grammar_rows.unknown(self._state.last_absorbed)
+        builder.held = [row for row in unknown if self._state.calendar.is_decoding(row)]
+        return due[~np.isin(due, builder.held)] if builder.held else due
 
     def _grant_one_by_one(self, rows: IndexArray, builder: PlanBuilder) -> None:
         """There are not blocks for all rows: grant in order of precedence, and preempt where needed."""

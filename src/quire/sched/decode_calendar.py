@@ -102,30 +102,16 @@ class DecodeCalendar:
             rows = rows[~ending]
         self._group_bookings.setdefault(following, []).append(rows)
 
-    def book_paused(self, row: Row, step: int) -> None:
-        """The row skips this step and needs its block in the next."""
+    def book_paused(self, row: Row) -> None:
+        """The row skips the step being planned: all that it computes comes one step later."""
         self._offset[row] -= 1
         self._sum_of_offsets -= 1
         self._end[row] += 1
-        self._book(row, step + 1)
+        self._book(row, self._due.item(row) + 1)
 
-    def book_again(self, row: Row, step: int) -> None:
+    def book_again(self, row: Row) -> None:
         """The step was not taken: the row needs its block in the same one."""
-        self._book(row, step)
-
-    def hold(self, row: Row) -> None:
-        """The row skips a step before its bookings are read."""
-        self._shift(row, 1)
-
-    def unhold(self, row: Row) -> None:
-        """The step was not taken: undo `hold`."""
-        self._shift(row, -1)
-
-    def _shift(self, row: Row, num_steps: int) -> None:
-        self._offset[row] -= num_steps
-        self._sum_of_offsets -= num_steps
-        self._end[row] += num_steps
-        self._book(row, int(self._due[row]) + num_steps)
+        self._book(row, self._due.item(row))
 
     def _book(self, row: Row, step: int) -> None:
         self._due[row] = step

@@ -281,14 +281,12 @@ class Scheduler:
         state = self._state
         state.wait_history.note(builder.step, self._admission.cause)
         if builder.empty:
-            for row in builder.paused:  # the step is not taken: they need a block in the same one
-                state.calendar.book_again(row, builder.step)
-            for row in builder.held:
-                state.calendar.unhold(row)
+            for row in (*builder.paused, *builder.held):  # the step is not taken: they need a block in the same one
+                state.calendar.book_again(row)
             assert not builder.starts and not builder.chunks, builder.starts
             return None
-        for row in builder.paused:
-            state.calendar.book_paused(row, builder.step)
+        for row in (*builder.paused, *builder.held):
+            state.calendar.book_paused(row)
         for sequence in state.forked:
             assert sequence.row is not None, sequence
             state.rows.mark_started(sequence.row)

@@ -15,7 +15,7 @@ from quire.core.events import EventKind, RequestEvent
 from quire.core.ids import IntArray, RequestId, Row
 from quire.core.request import RequestGroup, Sequence, SequenceState
 from quire.core.step import AppendTokens, FinishReason
-from quire.kv.manager import KVManager
+from quire.kv.manager import KVManager, count_blocks
 from quire.sched.beam_search import BeamGroups
 from quire.sched.decode_calendar import DecodeCalendar
 from quire.sched.explain import WaitHistory
@@ -227,7 +227,8 @@ class SchedulerState:
         assert row is not None, sequence
         if self.calendar.is_active(row):
             position = self.calendar.position_at(row, self.last_planned) + 1
-            self.billing.charge_last(row, sequence.request.tenant, position, self.kv.tables.lengths.item(row))
+            num_blocks = count_blocks(position, self.kv.block_size)  # not one just granted: it computes nothing there
+            self.billing.charge_last(row, sequence.request.tenant, position, num_blocks)
 
     def release_up_to(self, step: int) -> None:
         """Invariant (a): release rows and blocks that no step in flight touches."""
