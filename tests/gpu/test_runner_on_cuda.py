@@ -18,6 +18,7 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
+from quire.sim.check.scenario import ScenarioEvent
 from quire.weights.allocate import dummy_weights
 
 NUM_BLOCKS = 64
@@ -25,8 +26,10 @@ BLOCK_SIZE = 16
 
 
 def test_the_integer_model_behind_the_real_runner_on_the_gpu() -> None:
+    """Grammar masks, partitions, and lost steps of which some copies and writes did not happen."""
     report = check(1_500, 11, make_runner=partial(torch_oracle, device="cuda"), min_tokens=False)
     assert report.violations == []
+    assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
 
 
 def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:

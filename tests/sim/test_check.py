@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import BlockId, IntArray, Row
+from quire.core.moves import Place, Tier
 from quire.core.request import Sequence
-from quire.core.step import FinishedRow, FinishReason, StepPlan
-from quire.engine.oracle_runner import torch_oracle
+from quire.core.step import FinishedRow, FinishReason, Masks, Pending, StepPlan
+from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
@@ -39,11 +40,45 @@ def test_a_scenario_that_failed_once_passes(trial_seed: int) -> None:
     assert report.violations == []
 
 
-def test_the_integer_model_behind_the_real_runner() -> None:
+def test_the_integer_model_behind_the_real_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scenarios: grammar masks, partitions, and lost steps of which some copies and writes did not happen."""
+    erased: list[Place] = []
+    original = TorchOracleRunner.erase
+
+    def erase(self: TorchOracleRunner, place: Place, slots: range) -> None:
+        erased.append(place)
+        original(self, place, slots)
+
+    monkeypatch.setattr(TorchOracleRunner, "erase", erase)
     report = CheckReport(3)
     for trial in range(12):
         run_trial(3_000_000 + trial, report, torch_oracle, min_tokens=False)
     assert report.violations == []
+    assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
+    assert {place.tier for place in erased} == set(Tier), "no copy of a lost step was lost with it"
+
+
+def test_a_wrong_slot_of_the_real_runner_is_found() -> None:
+    class Forgetful(TorchOracleRunner):
+        def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+            if plan.step % 10 == 9:
+                self.erase(Place(Tier.DEVICE, BlockId(1)), range(1))
+            return super().launch(plan, masks)
+
+    def forgetful(scenario: Scenario) -> Forgetful:
+        return Forgetful(
+            vocab_size=VOCAB_SIZE,
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            num_host_blocks=scenario.num_host_blocks,
+            max_rows=scenario.max_rows,
+            max_length=scenario.max_prompt + scenario.max_output,
+        )
+
+    report = CheckReport(0)
+    for seed in range(4):
+        run_trial(seed, report, forgetful, min_tokens=False)
+    assert len(report.violations) > 0
 
 
 def test_a_seed_reproduces_its_run() -> None:
@@ -109,10 +144,10 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_slot_is_found() -> None:
     class Misrouted(OracleRunner):
-        def launch(self, plan: StepPlan) -> FinishedStep:
+        def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
             if plan.step % 10 == 9:
                 self._device[1] = [(token + 1, position + 1) for token, position in self._device[1]]  # not by its owner
-            return super().launch(plan)
+            return super().launch(plan, masks)
 
     def misrouted(scenario: Scenario) -> Misrouted:
         return Misrouted(scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks)

@@ -1,5 +1,7 @@
 """The watch sees a law broken, and nothing where none is."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.ids import Row
@@ -77,7 +79,15 @@ def test_a_move_writes_no_block_that_is_in_flight() -> None:
     back = moves(HOST, DEVICE, (1, 2))
     with pytest.raises(AssertionError, match="a move writes it"):
         watching().launch(StepPlan(1, moves=back, releases=(Row(0),)))
-    watching(in_flight=False).launch(StepPlan(1, moves=back, releases=(Row(0),)))
+    watch = watching(in_flight=False)
+    watch.launch(StepPlan(1, moves=moves(DEVICE, HOST, (3, 1)), pauses=(Row(0),)))
+    watch.absorb()
+    watch.launch(StepPlan(2, moves=back, releases=(Row(0),)))
+
+
+def test_a_move_reads_a_block_that_was_written() -> None:
+    with pytest.raises(AssertionError, match="holds nothing"):
+        watching(in_flight=False).launch(StepPlan(1, moves=moves(HOST, DEVICE, (1, 2)), releases=(Row(0),)))
 
 
 def test_a_move_writes_no_block_that_a_live_table_holds() -> None:
@@ -136,6 +146,54 @@ def test_the_last_holder_writes_in_place() -> None:
 def test_a_block_is_not_shared_before_its_writing_step_is_absorbed() -> None:
     with pytest.raises(AssertionError, match="found before it was written"):
         watching().launch(hit(8, 1, 2, 4))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_row_reads_no_block_of_another_partition(copied: bool) -> None:
+    """Also not a copy, however equal the tokens are."""
+    for partition, wrong in (("a", False), ("b", True)):
+        watch = InFlightWatch(4, ["a", partition].__getitem__)
+        watch.launch(
+            StepPlan(0, starts=(row_start(0, TEN),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),))
+        )
+        watch.absorb()
+        table = [1, 2, 4] if not copied else [4]
+        plan = replace(
+            hit(8 if not copied else 2, *table),
+            starts=(row_start(1, [*TEN, 99] if not copied else [0, 1, 7]),),
+            chunks=(sample(1, 8, 11) if not copied else sample(1, 2, 3),),
+            moves=moves(DEVICE, DEVICE, (1, 4)) if copied else (),
+        )
+        if wrong:
+            with pytest.raises(AssertionError, match="row 1 of partition 'b' reads block"):
+                watch.launch(plan)
+        else:
+            watch.launch(plan)
+
+
+def test_a_plan_masks_the_rows_that_sample_under_a_grammar_and_no_others() -> None:
+    start = row_start(0, TEN)
+    masked = start._replace(sampling=replace(start.sampling, masked=True))
+    for row, plan_masks in ((start, (Row(0),)), (masked, ())):
+        first = StepPlan(0, starts=(row,), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),), masked=plan_masks)
+        with pytest.raises(AssertionError, match="sample under a grammar"):
+            InFlightWatch(block_size=4).launch(first)
+
+
+def test_a_row_does_not_sample_before_its_mask_is_known() -> None:
+    start = row_start(0, TEN)
+    masked = start._replace(sampling=replace(start.sampling, masked=True))
+    for absorbed in (True, False):
+        watch = InFlightWatch(block_size=4)
+        watch.launch(
+            StepPlan(0, starts=(masked,), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),), masked=(Row(0),))
+        )
+        if absorbed:
+            watch.absorb()
+            watch.launch(StepPlan(1, num_decoding=1, masked=(Row(0),)))
+        else:
+            with pytest.raises(AssertionError, match="its mask depends on is in flight"):
+                watch.launch(StepPlan(1, num_decoding=1, masked=(Row(0),)))
 
 
 def test_a_row_that_decodes_past_its_table_is_found() -> None:

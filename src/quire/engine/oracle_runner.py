@@ -1,14 +1,20 @@
 """The integer model behind the real runner, as a body for `quire check`."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from quire.core.ids import Row
+from quire.core.moves import Move, Place, Tier
 from quire.core.step import Masks, Pending, StepPlan
 from quire.kernels.row_interface import RowKernels
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
+
+_ERASED = -7  # no token and no position
 
 
 class TorchOracleRunner:
@@ -34,9 +40,9 @@ class TorchOracleRunner:
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
-        stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
+        self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         self._runner = ModelRunner(
-            model, stores, max_rows=max_rows, max_length=max_length, row_kernels=row_kernels, max_step_tokens=16
+            model, self._stores, max_rows=max_rows, max_length=max_length, row_kernels=row_kernels, max_step_tokens=16
         )
         while not self._runner.prepared:
             self._runner.prepare()
@@ -44,6 +50,26 @@ class TorchOracleRunner:
     @property
     def num_replayed(self) -> int:
         return self._runner.num_replayed
+
+    def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]:
+        """The contents of some blocks' slots, one after the other."""
+        slots = self._slots(tier)[list(blocks)].transpose(1, 2).reshape(-1, 2)
+        return [(token, position) for token, position in slots.tolist()]
+
+    def erase(self, place: Place, slots: range) -> None:
+        """Nothing is known of what these slots hold from now on."""
+        self._slots(place.tier)[place.block, :, slots.start : slots.stop] = _ERASED
+
+    def carry(self, moves: Iterable[Move]) -> None:
+        self._stores.carry(moves)
+
+    def _slots(self, tier: Tier) -> Tensor:
+        """[blocks, 2, block_size]: tokens and positions, when every copy in flight is done."""
+        store = self._stores.device if tier is Tier.DEVICE else self._stores.host
+        assert store is not None, "there is no host tier"
+        if self._stores.device.is_cuda:
+            torch.cuda.synchronize()
+        return store[:, 0, :, :, 0, 0]
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
         for row_start in plan.starts:

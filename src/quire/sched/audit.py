@@ -82,12 +82,18 @@ def _audit_offers(group: RequestGroup, offered: frozenset[SequenceId]) -> None:
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Budget and row limits hold (I9)."""
+    """Budget and row limits hold (I9), and no budget is left while short prompts wait to be computed."""
     num_tokens = plan.num_tokens
     assert num_tokens > 0, f"nothing to compute in step {plan.step}"
     if scheduler.policy.regime.chunked:
         assert num_tokens <= scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}"
-    assert len(scheduler._state.rows.assigned) <= scheduler.max_rows, "too many rows"
+    state = scheduler._state
+    assert len(state.rows.assigned) <= scheduler.max_rows, "too many rows"
+    unplanned, policy = [*state.prefilling, *state.host_driven], scheduler.policy
+    chunked = [state.rows.assigned[chunk.row] for chunk in plan.chunks]
+    longest = max([sequence.num_tokens for sequence in (*unplanned, *chunked)], default=0)
+    if unplanned and longest < policy.order.long_prompt and policy.itl_target_s is None and policy.regime.chunked:
+        assert num_tokens == scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}, and {unplanned} wait"
 
 
 def audit_rest(scheduler: Scheduler) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, FloatArray, IntArray, Row
-from quire.core.moves import MoveRun, Tier, runs
+from quire.core.moves import Move, Place, Tier, runs
 from quire.core.oracle import candidates, mix
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, Masks, RowStart, StepPlan, StepResult
 from quire.sched.cost_model import StepShape
@@ -217,23 +217,22 @@ class OracleRunner:
         store = self._stores[tier]
         return list(chain.from_iterable([store[block] for block in blocks]))
 
-    def spoil(self, row: Row) -> None:
-        """Overwrite the last slot of a row whose logits were not finite: its cache must not be used again."""
-        assigned = self._rows.rows.get(row)
-        if assigned is not None:
-            last = len(assigned.tokens) - (2 if assigned.decoding else 1)  # a host-driven row lacks its next token
-            self._device[assigned.blocks[last // self._block_size]][last % self._block_size] = _SPOILED
+    def erase(self, place: Place, slots: range) -> None:
+        """Nothing is known of what these slots hold: a lost step did not write them, or the row was not finite."""
+        block = self._stores[place.tier][place.block]
+        block[slots.start : slots.stop] = [_SPOILED] * len(slots)
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
-        for run in runs(plan.moves):
-            self._carry(run)
+        self.carry(plan.moves)
         return self._rows.run(plan, self._totals, masks)
 
-    def _carry(self, run: MoveRun) -> None:
-        assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
-        source, target = self._stores[run.src], self._stores[run.dst]
-        for src, dst in zip(run.sources, run.targets, strict=True):
-            target[dst] = list(source[src])
+    def carry(self, moves: Iterable[Move]) -> None:
+        """Copy blocks in the order of the moves."""
+        for run in runs(moves):
+            assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
+            source, target = self._stores[run.src], self._stores[run.dst]
+            for src, dst in zip(run.sources, run.targets, strict=True):
+                target[dst] = list(source[src])
 
     def _totals(self, work: SimWork, row: SimRow) -> list[int]:
         """Write the positions that are computed, then read everything back. Slots before them that are unchanged since

@@ -6,12 +6,13 @@ every sum computed again from the closed form. Scores are whole numbers of 1 / 1
 """
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.core.ids import IntArray
-from quire.core.oracle import DEFICITS_PER_UNIT, continuation, deficit, pooled, total
+from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix, pooled, total
 from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.step import FinishReason
 
@@ -113,10 +114,30 @@ def expect(request: Request, vocab_size: int) -> list[ExpectedOutput]:
 
 def _expect_one(request: Request, vocab_size: int, index: int) -> ExpectedOutput:
     tokens: list[int] = []
-    for token in continuation(request.prompt, vocab_size, index):
+    summed, sampling = total(request.prompt), request.sampling
+    while len(tokens) < request.max_tokens:
+        token = (summed + index) % vocab_size
+        if sampling.masked:
+            shift = _mask_shift(tokens)
+            token = next(each % vocab_size for each in count(token) if (each % vocab_size + shift) % _MASK_STRIDE == 0)
+        summed += mix(token, len(request.prompt) + len(tokens))
         tokens.append(token)
-        if token in request.sampling.end_ids and len(tokens) >= request.sampling.min_tokens:
+        if token in sampling.end_ids and len(tokens) >= sampling.min_tokens:
             return ExpectedOutput(tokens, FinishReason.STOP)
-        if len(tokens) == request.max_tokens:
-            break
     return ExpectedOutput(tokens, FinishReason.LENGTH)
+
+
+_MASK_STRIDE = 5  # a grammar of the check allows every fifth token, others after every token
+
+
+def _mask_shift(generated: list[int]) -> int:
+    """A mask from fewer tokens than were generated is another one, mostly. Siblings share masks, so their tokens are
+    often the same: then the tree has other copies of what a sibling writes."""
+    return (7 * len(generated) + 3 * sum(generated)) % _MASK_STRIDE
+
+
+def mask_after(generated: list[int], vocab_size: int) -> IntArray:
+    """The grammar mask of the next token, as a row of `Masks.bits`."""
+    shift, width = _mask_shift(generated), -(-vocab_size // 32) * 32
+    allowed = [token < vocab_size and (token + shift) % _MASK_STRIDE == 0 for token in range(width)]
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

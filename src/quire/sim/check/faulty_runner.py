@@ -1,8 +1,10 @@
 """Fault injection: a runner between the loop and a correct one that loses steps, dies or poisons a row on demand.
 
-It also checks every plan: budgets, invariants (a) and (c), I6 and I17.
+A lost step may or may not have happened: of the steps in flight with it, each copy and each row's writes are carried
+out or not, at random. It also checks every plan: budgets, invariants (a) and (c), I5, I6 and I17.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,21 +16,26 @@ from quire.core.request import RequestGroup, SequenceState
 from quire.core.step import FinishedRow, FinishReason, Masks, Pending, Runner, StepLost, StepPlan, StepResult
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
-from quire.sim.check.invariants import CounterCheck, InFlightWatch
-from quire.sim.runners import OracleRunner
+from quire.sim.check.invariants import CounterCheck, InFlightWatch, Readable
 
 
 class FaultyRunner:
     """Applies the faults set for the next step. A runner that died is built again."""
 
     def __init__(
-        self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int, recount: CounterCheck
+        self,
+        build: Callable[[], Runner],
+        scheduler: Scheduler,
+        block_size: int,
+        recount: CounterCheck,
+        rng: random.Random,
     ) -> None:
+        self._rng = rng
         self._build = build
         self._runner = build()
         self._scheduler = scheduler
         self._block_size = block_size
-        self._flight = InFlightWatch(block_size)
+        self.watch = InFlightWatch(block_size, self._partition_of)
         self._recount = recount
         self._failed_rows: set[Row] = set()  # rows that failed: inert until they are released
         self._known: set[int] = set()  # groups that were admitted
@@ -40,12 +47,22 @@ class FaultyRunner:
         self.loses: StepLost | None = None  # the next result
         self.loses_early = False  # already when it is launched
         self.poisons = False  # one row of the next result
+        self.violation: Exception | None = None  # of an invariant, found while a step was launched
 
     @property
     def runner(self) -> Runner:
         return self._runner
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "_FaultyStep":
+        try:
+            return self._launch(plan, masks)
+        except StepLost:
+            raise
+        except Exception as broken:  # the loop would look for a request to blame
+            self.violation = broken
+            raise
+
+    def _launch(self, plan: StepPlan, masks: Masks | None) -> "_FaultyStep":
         scheduler = self._scheduler
         self.num_launched += 1
         self.num_tokens += plan.num_tokens
@@ -53,18 +70,27 @@ class FaultyRunner:
         self.num_padding += plan.num_padding
         audit_plan(scheduler, plan)
         counters = scheduler.counters
-        pressed = bool(plan.pauses) or counters.preemptions > self.num_preemptions
+        held = {row for row in plan.pauses if self.watch.is_mask_unknown(row)}
+        denied = [row for row in plan.pauses if row not in held]
+        assert not denied or scheduler.kv.num_available == 0, f"rows {denied} are paused, and there are blocks"
+        pressed = bool(denied) or counters.preemptions > self.num_preemptions
         taken = counters.class_preemptions > 0  # preemption for a higher class is not pressure
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)
-        self._flight.launch(plan)
-        self._recount.launch(plan)
+        self.watch.launch(plan)
+        self._recount.launch(plan, self.watch.latest)
         self._failed_rows -= set(plan.releases)
         if plan.reset:
             self._failed_rows.clear()
-        if self.loses is not None and self.loses_early:  # before anything was carried out
+        if self.loses is not None and self.loses_early:
+            if isinstance(self._runner, Readable):
+                self._runner.carry(plan.moves)  # what did not happen is erased below
             self._raise_lost()
         return _FaultyStep(self._runner.launch(plan, masks), self)
+
+    def _partition_of(self, row: Row) -> str:
+        (sequence,) = self._scheduler.row_sequences([row])
+        return sequence.request.partition
 
     def _admits(self, plan: StepPlan) -> bool:
         """Whether a plan starts new requests; siblings and beams of running ones do not count."""
@@ -86,21 +112,34 @@ class FaultyRunner:
         assert lost is not None
         if not lost.cache_intact:
             self._runner = self._build()
+            self.watch.forget_all()
+        elif isinstance(self._runner, Readable):
+            self._undo(self._runner)
         raise lost
+
+    def _undo(self, runner: Readable) -> None:
+        """Some copies and writes of the steps in flight did not happen."""
+        for move in self.watch.lost_copies():
+            if self._rng.random() < 0.5:
+                runner.erase(move.dst, range(self._block_size))
+                self.watch.forget(move.dst)
+        for lost in self.watch.lost_writes():
+            if self._rng.random() < 0.5:
+                runner.erase(lost.place, lost.slots)
 
     def settle(self, pending: Pending) -> StepResult:
         """The result of a step after its fault."""
         if self.loses is not None:
             self._raise_lost()
         result = pending.wait()
-        self._flight.absorb()
+        reads = self.watch.absorb()
         self.num_absorbed += 1
         row = self._first_running(result) if self.poisons else None
         if row is not None:
             self.poisons = False
             self._failed_rows.add(row)
-            if isinstance(self._runner, OracleRunner):
-                self._runner.spoil(row)
+            if isinstance(self._runner, Readable):  # its cache must not be used again
+                self._runner.erase(*self.watch.slots_of(reads[row], reads[row].stop - 1))
             return self._silence(result, FinishedRow(row, FinishReason.ERROR))
         return self._silence(result, None) if self._failed_rows else result
 

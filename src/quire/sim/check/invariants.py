@@ -4,8 +4,14 @@ Invariant (a): a row or block that a step in flight reads or writes is not given
 only reads a block is allowed, but not while a step in flight writes it. Moves run before their step writes anything, so
 the source of a move may be granted again in the same plan.
 
+I5: a row reads only blocks that a row of its own partition wrote, at every step: equal tokens of another tenant or salt
+are another content. The watch remembers the partition that wrote each block, also through copies and on the host.
+
 I6: a step writes only blocks that exactly one live table holds. A block may be in many tables (prefix hits, forks), but
 then no row writes it. A move writes a block that no live table holds between releases and grants.
+
+Grammar rows: a plan masks exactly the rows under a grammar that sample, and none of them samples while its last token
+is in flight.
 
 Rows that ended on the device count as decoding until they are released: the host plans for them as if they decoded.
 
@@ -14,16 +20,17 @@ compares cached tokens with the runner's slots (I5, I16); it needs a runner whos
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.core.events import EventKind
 from quire.core.ids import BlockId, RequestId, Row, SequenceId
-from quire.core.moves import Tier
+from quire.core.moves import Move, Place, Tier
 from quire.core.request import RequestGroup
 from quire.core.step import ChunkOutput, RowStart, Runner, StepPlan
 from quire.kv.manager import KVManager
+from quire.sched.fairness import ServiceCost
 from quire.sched.scheduler import Scheduler
 
 
@@ -32,6 +39,8 @@ class _WatchedRow:
     """A running sequence as the plans describe it."""
 
     sequence: SequenceId
+    partition: str
+    masked: bool
     num_tokens: int  # with those that it emitted
     max_length: int
     table: list[BlockId] = field(default_factory=list)
@@ -46,16 +55,35 @@ class _WatchedRead(NamedTuple):
     table: list[BlockId]  # shared with the row: it only grows
     first_written: int
     stop: int
+    span: range  # the positions it computes
+    samples: bool
+
+
+class LostWrite(NamedTuple):
+    """Slots of a block that a lost or failed step should have written."""
+
+    place: Place
+    slots: range
+
+
+@dataclass(slots=True)
+class _WatchedStep:
+    """A step in flight."""
+
+    moves: tuple[Move, ...]
+    reads: dict[Row, _WatchedRead]
 
 
 class InFlightWatch:
     """The tables of all rows, and what each row of each step in flight reads and writes."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, partition_of: Callable[[Row], str] = lambda row: "") -> None:
         self._block_size = block_size
+        self._partition_of = partition_of
         self._rows: dict[Row, _WatchedRow] = {}
         self._holders: defaultdict[BlockId, int] = defaultdict(int)
-        self._in_flight: deque[dict[Row, _WatchedRead]] = deque()
+        self._in_flight: deque[_WatchedStep] = deque()
+        self._writers: dict[Tier, dict[BlockId, str]] = {tier: {} for tier in Tier}  # the partition that wrote a block
 
     def launch(self, plan: StepPlan) -> None:
         """Raise AssertionError if the plan breaks a law."""
@@ -75,19 +103,70 @@ class InFlightWatch:
         num_decoding = len(spans) - len(plan.chunks)
         assert num_decoding == plan.num_decoding, f"{num_decoding} rows decode, the plan has {plan.num_decoding}"
         self._grant(plan, spans)
-        self._in_flight.append({row: self._reading(row, span) for row, span in spans.items()})
-        self._advance(plan, spans)
+        sampling = self._sampling(plan, spans)
+        self._check_masked(plan, sampling)
+        reads = {row: self._reading(row, span, samples=row in sampling) for row, span in spans.items()}
+        self._in_flight.append(_WatchedStep(plan.moves, reads))
+        self._advance(sampling, spans)
 
-    def absorb(self) -> None:
-        self._in_flight.popleft()
+    def absorb(self) -> dict[Row, _WatchedRead]:
+        """The oldest step in flight has a result; what its rows read."""
+        return self._in_flight.popleft().reads
+
+    @property
+    def latest(self) -> dict[Row, _WatchedRead]:
+        """What the rows of the step launched last read."""
+        return self._in_flight[-1].reads
+
+    def lost_copies(self) -> list[Move]:
+        """The copies of all steps in flight, in order."""
+        return [move for step in self._in_flight for move in step.moves]
+
+    def lost_writes(self) -> list[LostWrite]:
+        """What the rows of the steps in flight write, by block."""
+        return [
+            self.slots_of(each, at)
+            for step in self._in_flight
+            for each in step.reads.values()
+            for at in range(each.first_written, each.stop)
+        ]
+
+    def slots_of(self, read: _WatchedRead, at: int) -> LostWrite:
+        """The slots that a row writes in a step, and those behind them, in a block of its table."""
+        start = max(read.span.start - at * self._block_size, 0)
+        return LostWrite(Place(Tier.DEVICE, read.table[at]), range(start, self._block_size))
+
+    def forget(self, place: Place) -> None:
+        """A copy to this block did not happen."""
+        self._writers[place.tier].pop(place.block, None)
+
+    def forget_all(self) -> None:
+        """The memory of the runner is lost."""
+        for writers in self._writers.values():
+            writers.clear()
+
+    def audit_partitions(self, kv: KVManager) -> None:
+        """Every cached block was written by its partition. Not checked while copies wait for a plan."""
+        if kv.tree is None or kv.has_moves:
+            return
+        for node in kv.tree.nodes():
+            for block in node.blocks.tolist():
+                writer = self._writers[node.tier].get(block)
+                assert writer == node.partition, f"block {block} of {node} was written by partition {writer!r}"
 
     def _start_row(self, row_start: RowStart) -> None:
         assert row_start.row not in self._rows, f"row {row_start.row} is taken"
         for step in self._in_flight:
-            reading = step.get(row_start.row)
+            reading = step.reads.get(row_start.row)
             ours = reading is None or reading.sequence == row_start.sequence
             assert ours, f"row {row_start.row} is still in flight"
-        self._rows[row_start.row] = _WatchedRow(row_start.sequence, len(row_start.tokens), row_start.max_length)
+        self._rows[row_start.row] = _WatchedRow(
+            row_start.sequence,
+            self._partition_of(row_start.row),
+            row_start.sampling.masked,
+            len(row_start.tokens),
+            row_start.max_length,
+        )
 
     def _spans(self, plan: StepPlan) -> Iterator[tuple[Row, range]]:
         """The positions that each row computes in this step."""
@@ -103,6 +182,9 @@ class InFlightWatch:
                 block = move.dst.block
                 assert not self._holders[block], f"a move writes block {block}, which a live table holds"
                 assert not self._touching(block), f"block {block} is still in flight: a move writes it"
+            writer = self._writers[move.src.tier].get(move.src.block)
+            assert writer is not None, f"a move reads {move.src}, which holds nothing"
+            self._writers[move.dst.tier][move.dst.block] = writer
 
     def _grant(self, plan: StepPlan, spans: dict[Row, range]) -> None:
         for number, granted in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
@@ -122,29 +204,58 @@ class InFlightWatch:
         return {
             each.sequence
             for step in self._in_flight
-            for each in step.values()
+            for each in step.reads.values()
             if block in each.table[each.first_written if writing else 0 : each.stop]
         }
 
-    def _reading(self, row: Row, span: range) -> _WatchedRead:
-        """What a row reads in a step. No other table may hold a block that it writes."""
-        watched = self._rows[row]
+    def _sampling(self, plan: StepPlan, spans: dict[Row, range]) -> set[Row]:
+        """The rows that sample a token in this step."""
+        chunked = {chunk.row: ChunkOutput.SAMPLE in chunk.output for chunk in plan.chunks}
+        return {row for row in spans if chunked.get(row, True)}
+
+    def is_mask_unknown(self, row: Row) -> bool:
+        """Whether the token that a grammar row's next mask depends on is in flight."""
+        watched = self._rows.get(row)
+        if watched is None or not watched.masked:
+            return False
+        reads = [step.reads.get(row) for step in self._in_flight]
+        return any(read is not None and read.samples and read.sequence == watched.sequence for read in reads)
+
+    def _check_masked(self, plan: StepPlan, sampling: set[Row]) -> None:
+        masked = {row for row in sampling if self._rows[row].masked}
+        assert set(plan.masked) == masked, f"rows {masked} sample under a grammar, the plan masks {plan.masked}"
+        for row in masked:
+            assert not self.is_mask_unknown(row), f"row {row} samples, and the token its mask depends on is in flight"
+
+    def _reading(self, row: Row, span: range, *, samples: bool) -> _WatchedRead:
+        """What a row reads in a step. No other table may hold a block that it writes, and all that it reads was
+        written by its partition."""
+        watched, size, writers = self._rows[row], self._block_size, self._writers[Tier.DEVICE]
         table = watched.table
-        first, stop = span.start // self._block_size, -(-span.stop // self._block_size)
+        first, stop = span.start // size, -(-span.stop // size)
         assert stop <= len(table), f"row {row} writes position {span.stop - 1} beyond its {len(table)} blocks"
         for block in table[first:stop]:
             assert self._holders[block] == 1, f"row {row} writes block {block}, which {self._holders[block]} hold"
-        return _WatchedRead(watched.sequence, table, first, stop)
+        num_read = -(-span.start // size)
+        for block in table[:num_read]:
+            assert writers.get(block) == watched.partition, (
+                f"row {row} of partition {watched.partition!r} reads block {block} of {writers.get(block)!r}"
+            )
+        for block in table[num_read:stop]:
+            writers[block] = watched.partition
+        return _WatchedRead(watched.sequence, table, first, stop, span, samples)
 
-    def _advance(self, plan: StepPlan, spans: dict[Row, range]) -> None:
+    def _advance(self, sampling: set[Row], spans: dict[Row, range]) -> None:
         """Rows that sampled have one token more, and decode until their length limit."""
-        sampling = {chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output}
         for row, span in spans.items():
             watched = self._rows[row]
             watched.num_computed = span.stop
-            if watched.decoding or row in sampling:
+            if row in sampling:
                 watched.num_tokens += 1
                 watched.decoding = watched.num_tokens < watched.max_length
+
+
+_PRICES = ServiceCost()
 
 
 @dataclass(slots=True)
@@ -163,15 +274,21 @@ class CounterCheck:
         self._num_before: dict[SequenceId, int] = {}  # positions of released or just forked sequences
         self._running: set[RequestId] = set()
         self._num_preemptions: dict[RequestId, int] = {}
+        self._admitted: set[RequestId] = set()
+        self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.forks = 0
         self.class_preemptions = 0
+        self.service: defaultdict[str, float] = defaultdict(float)  # by tenant, beam searches aside
+        self.service_of_beams = False
 
     def begin(self) -> None:
         self._running = {group.request.id for group in self._scheduler.running_groups()}
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, reads: Mapping[Row, _WatchedRead]) -> None:
         """A chunk recomputes the positions that its sequence had before its row was released."""
+        self._count_cached(plan)
+        self._charge(plan, reads)
         for row in list(self._rows) if plan.reset else plan.releases:
             left = self._rows.pop(row)
             self._num_before[left.sequence] = max(self._num_before.get(left.sequence, 0), left.num_positions)
@@ -185,14 +302,32 @@ class CounterCheck:
             watched.num_positions = stop
             watched.decoding = ChunkOutput.SAMPLE in chunk.output
 
-    def end(self, groups: list[RequestGroup]) -> None:
+    def _count_cached(self, plan: StepPlan) -> None:
+        """A request computes from the end of its cached prefix when it is first admitted."""
+        starts = {chunk.row: chunk.start for chunk in reversed(plan.chunks)}
+        for sequence in self._scheduler.row_sequences(row_start.row for row_start in plan.starts):
+            request = sequence.request
+            if request.id not in self._admitted:
+                assert sequence.row is not None, sequence
+                self._admitted.add(request.id)
+                self.cached_tokens += min(starts[sequence.row], len(request.prompt))
+
+    def _charge(self, plan: StepPlan, reads: Mapping[Row, _WatchedRead]) -> None:
+        """Each tenant pays for the tokens that its rows compute and sample, and for their blocks in each step."""
+        lengths = {chunk.row: chunk.length for chunk in plan.chunks}
+        for (row, read), sequence in zip(reads.items(), self._scheduler.row_sequences(reads), strict=True):
+            cost = lengths.get(row, 0) * _PRICES.prefill + read.samples * _PRICES.decode
+            self.service[sequence.request.tenant] += cost + len(read.table) * _PRICES.block_step
+            self.service_of_beams |= sequence.request.beam is not None
+
+    def end(self, groups: list[RequestGroup], num_preemptions: int) -> None:
         """Sequences that wait for their first plan were forked. A preemption for a request that did not run took a row
         (`class_preemptions`); one for a running request took blocks."""
         forked = self._scheduler.forked_sequences()
         self.forks += len(forked)
         for sequence in forked:
             self._num_before[sequence.id] = max(self._num_before.get(sequence.id, 0), sequence.num_computed)
-        if self._scheduler.counters.preemptions == sum(self._num_preemptions.values()):
+        if num_preemptions == sum(self._num_preemptions.values()):
             return
         for group in groups:
             if group.num_preemptions > self._num_preemptions.get(group.request.id, 0):
@@ -203,9 +338,16 @@ class CounterCheck:
 
 @runtime_checkable
 class Readable(Protocol):
-    """A runner whose blocks can be read: (token, position) for each slot."""
+    """A runner whose slots can be read and lost."""
 
-    def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]: ...
+    def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]:
+        """(token, position) for each slot."""
+
+    def erase(self, place: Place, slots: range) -> None:
+        """Nothing is known of what these slots hold from now on."""
+
+    def carry(self, moves: Iterable[Move]) -> None:
+        """Copy blocks, as a launch does before anything else."""
 
 
 def audit_contents(kv: KVManager, runner: Runner) -> None:

@@ -25,6 +25,7 @@ class ScenarioEvent(Enum):
     ARRIVE_BEAMS = "arrive_beams"
     ARRIVE_FOLLOWUP = "arrive_followup"  # the prompt continues an earlier conversation
     ARRIVE_POOLED = "arrive_pooled"  # an embedding request
+    ARRIVE_MASKED = "arrive_masked"  # every token is sampled under a grammar mask
     ABORT = "abort"
     STOP = "stop"  # a stop string, found by the front end
     DELAY = "delay"  # a result is late
@@ -83,6 +84,7 @@ class Scenario:
     groups: bool
     beams: bool
     embeddings: bool
+    grammars: bool
     end_ids: tuple[int, ...]
     min_tokens: bool
     drains: bool
@@ -92,8 +94,11 @@ class Scenario:
 def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
     """Tiny pools, odd block sizes and all depths are as likely as ample ones; most faults are off in most scenarios."""
     scenario = _draw_scenario(rng, min_tokens=min_tokens)
-    pools = int(scenario.shared_prefix.sum()) % 4 == 0  # without random numbers: old seeds keep their scenarios
-    scenario = replace(scenario, embeddings=pools)
+    chosen = int(scenario.shared_prefix.sum())  # without random numbers: old seeds keep their scenarios
+    policy = scenario.policy
+    if chosen % 5 == 0:
+        policy = replace(policy, max_waiting_tokens=2 * scenario.max_prompt)
+    scenario = replace(scenario, embeddings=chosen % 4 == 0, grammars=chosen % 3 == 0, policy=policy)
     return with_contention(scenario, rng) if rng.random() < 0.4 else scenario
 
 
@@ -124,6 +129,7 @@ def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
         groups=rng.random() < 0.4,
         beams=rng.random() < 0.3,
         embeddings=False,
+        grammars=False,
         end_ids=rng.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
         min_tokens=min_tokens,
         drains=rng.random() < 0.1,
@@ -150,7 +156,11 @@ def with_contention(scenario: Scenario, rng: random.Random) -> Scenario:
         arrival_chance=1.0,
         shared_prefix=scenario.shared_prefix[:max_prompt],
         policy=replace(
-            scenario.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=rng.choice((1, 3)), max_waiting=None
+            scenario.policy,
+            overcommit=Overcommit.OPTIMISTIC,
+            max_preemptions=rng.choice((1, 3)),
+            max_waiting=None,
+            max_waiting_tokens=None,
         ),
     )
 
@@ -207,6 +217,8 @@ def draw_request(rng: random.Random, scenario: Scenario, number: int, now_s: flo
     )
     if scenario.embeddings and number % 3 == 1:
         return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
+    if scenario.grammars and beam is None and number % 2 == 0:
+        request = replace(request, sampling=replace(request.sampling, masked=True))
     fits = num_sequences <= scenario.max_rows and most_blocks(request, scenario.block_size) <= scenario.num_blocks
     return request if fits else _alone(request)
 
@@ -217,7 +229,9 @@ def _alone(request: Request) -> Request:
         id=request.id,
         prompt=request.prompt,
         max_tokens=request.max_tokens,
-        sampling=RowSampling(end_ids=request.sampling.end_ids, min_tokens=request.sampling.min_tokens),
+        sampling=RowSampling(
+            end_ids=request.sampling.end_ids, min_tokens=request.sampling.min_tokens, masked=request.sampling.masked
+        ),
         partition=request.partition,
         tenant=request.tenant,
         priority=request.priority,

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import BinaryIO
+
+import numpy as np
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.events import EventKind, WaitCause
 from quire.core.ids import IntArray, RequestId, SequenceId
-from quire.core.request import RequestGroup, Sequence, SequenceState
+from quire.core.request import Request, RequestGroup, Sequence, SequenceState
 from quire.core.step import FinishReason, Runner, StepLost
 from quire.core.step_output import StepOutput
 from quire.sched.audit import audit, audit_rest
@@ -15,8 +18,11 @@ from quire.sched.journal.recorder import JournaledScheduler
 from quire.sched.loop import Loop
 from quire.sched.policy import SchedulerSpec
 from quire.sched.queue import lane
+from quire.sched.reference_checks import add_reference_checks, service_totals
+from quire.sched.reservation import most_blocks
 from quire.sched.scheduler import Scheduler
-from quire.sim.check.expected import ExpectedOutput, expect
+from quire.sched.state import Counters
+from quire.sim.check.expected import ExpectedOutput, expect, mask_after
 from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
@@ -38,9 +44,13 @@ class CheckRun:
         self._rng = rng
         self._now_s = 0.0
         self.scheduler = _build(scenario, lambda start, stop: rng.random() < 0.8, journal)
+        add_reference_checks(self.scheduler)
         self._recounted = CounterCheck(self.scheduler)
-        self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario.block_size, self._recounted)
-        self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s)
+        losses = random.Random(int(scenario.shared_prefix.sum()))  # of its own: old seeds keep their scenarios
+        self._faulty = FaultyRunner(
+            lambda: make_runner(scenario), self.scheduler, scenario.block_size, self._recounted, losses
+        )
+        self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s, self._masks)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -61,31 +71,33 @@ class CheckRun:
 
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
-        turns = 0
+        turns, counters = 0, self.scheduler.counters
         while self._num_arrived < self.scenario.num_requests or not self.scheduler.idle:
             self._now_s += 0.01
-            before = (self._faulty.num_launched, self.scheduler.counters.lost_steps, len(self.events))
+            num_lost = counters.lost_steps
+            before = (self._faulty.num_launched, num_lost, len(self.events))
             self._trigger_events()
             self._latest_s = max(self._latest_s, self._now_s)
             busy = bool(self._live)
-            counters = self.scheduler.counters
             self._faulty.num_preemptions, self._faulty.now_s = counters.preemptions, self._now_s
-            num_lost = counters.lost_steps
             self._recounted.begin()
-            absorbed = self._loop.step()
-            self._recounted.end(self._groups)
-            self._note_consequences()
+            absorbed = self._step()
             counters = self.scheduler.counters
+            self._recounted.end(self._groups, counters.preemptions)
+            self._note_consequences(counters)
             stirred = (self._faulty.num_launched, counters.lost_steps, len(self.events))
             if stirred != before or absorbed is not None:
-                audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
-            if turns % _CONTENTS_EVERY == 0:
+                changed = self._tree_changed() or turns % _CONTENTS_EVERY == 0
+                audit(self.scheduler, tree=changed)
+                if changed:
+                    self._faulty.watch.audit_partitions(self.scheduler.kv)  # I5
+            lost = counters.lost_steps > num_lost
+            if lost or turns % _CONTENTS_EVERY == 0:
                 audit_contents(self.scheduler.kv, self._faulty.runner)  # I5, I16
             turns += 1
             if absorbed is not None:
                 self.steps += 1
                 self._receive(absorbed)
-            lost = counters.lost_steps > num_lost
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
             window = 200 if self.scenario.policy.regime.window_s else 0  # the clock may jump back
@@ -95,6 +107,13 @@ class CheckRun:
         self._recount()
         for sequence, expected in self._expected.items():
             assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+
+    def _step(self) -> StepOutput | None:
+        try:
+            return self._loop.step()
+        finally:
+            if self._faulty.violation is not None:
+                raise self._faulty.violation
 
     def _tree_changed(self) -> bool:
         """Whether the prefix tree, or what rows hold of it, changed since the last call."""
@@ -116,10 +135,19 @@ class CheckRun:
         assert counters.preemptions == sum(f.num_preemptions for f in self._groups), "preemptions are miscounted"
         assigned = [group for group in self._groups if group.was_assigned]
         assert counters.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
-        assert counters.cached_tokens == sum(f.num_cached for f in assigned), "cached tokens are miscounted"
+        cached = sum(f.num_cached for f in assigned)
+        assert counters.cached_tokens == recounted.cached_tokens == cached, "cached tokens are miscounted"
+        if not recounted.service_of_beams:
+            charged = service_totals(self.scheduler, self.scenario.tenants)
+            right = [recounted.service[tenant] for tenant in self.scenario.tenants]
+            assert np.allclose(charged, right), f"tenants were charged {charged}, not {right}"
         for group in self._groups:
             assert group.num_preemptions <= self.scenario.policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
+
+    def _masks(self, sequences: Many[Sequence]) -> IntArray:
+        """Grammar masks, from the tokens that were received."""
+        return np.stack([mask_after(self._expected[s.id].received, VOCAB_SIZE) for s in sequences])
 
     # Events.
 
@@ -174,16 +202,18 @@ class CheckRun:
             self.events.append(ScenarioEvent.ARRIVE_POOLED)
         elif request.beam is not None:
             self.events.append(ScenarioEvent.ARRIVE_BEAMS)
+        elif request.sampling.masked:
+            self.events.append(ScenarioEvent.ARRIVE_MASKED)
         elif request.num_sequences > 1:
             self.events.append(ScenarioEvent.ARRIVE_FAMILY)
         else:
             self.events.append(ScenarioEvent.ARRIVE if past is None else ScenarioEvent.ARRIVE_FOLLOWUP)
-        most = scenario.policy.max_waiting
-        full = most is not None and self.scheduler.num_waiting >= most
+        full = self._is_full(request)
         try:
             sequences = self.scheduler.add(request, self._now_s)
         except (QueueFull, Draining, NeverFits) as refused:
             assert isinstance(refused, Draining) == self.scheduler.draining, refused
+            assert full or not isinstance(refused, QueueFull), refused
             shrunk = self.scheduler.kv.pool.num_in_service < scenario.num_blocks
             assert shrunk or not isinstance(refused, NeverFits), refused
             self.events.append(ScenarioEvent.OVERFLOW)
@@ -195,6 +225,16 @@ class CheckRun:
         for sequence, expected in zip(sequences, outcomes, strict=False):
             self._expected[sequence.id] = expected
             self._sequences[sequence.id] = sequence
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether the queue has no place for one more request, or not for its prompt."""
+        policy = self.scenario.policy
+        waiting = [g for g in self.scheduler.groups() if all(s.row is None for s in g.sequences)]
+        if policy.max_waiting is not None and len(waiting) >= policy.max_waiting:
+            return True
+        num_tokens = sum(len(group.request.prompt) for group in waiting)
+        most = policy.max_waiting_tokens
+        return most is not None and num_tokens > 0 and num_tokens + len(request.prompt) > most
 
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(ScenarioEvent.ABORT)
@@ -224,17 +264,17 @@ class CheckRun:
         self._forget_finished()
 
     def _duplicate(self, request_id: RequestId) -> None:
+        """The id of a request that is in the engine; also of each that has ended and still holds rows."""
         self.events.append(ScenarioEvent.DUPLICATE)
-        if self.scheduler.group(request_id) is None:
-            return
-        try:
-            self.scheduler.add(self._live[request_id][0].request, self._now_s)
-        except DuplicateRequest:
-            return
-        raise AssertionError(f"request {request_id} was accepted twice")
+        for group in self.scheduler.groups():
+            if group.request.id == request_id or group.finished:
+                try:
+                    self.scheduler.add(group.request, self._now_s)
+                except DuplicateRequest:
+                    continue
+                raise AssertionError(f"request {group.request.id} was accepted twice")
 
-    def _note_consequences(self) -> None:
-        counters = self.scheduler.counters
+    def _note_consequences(self, counters: Counters) -> None:
         if counters.preemptions > self._faulty.num_preemptions:
             self.events.append(ScenarioEvent.PREEMPT)
         if counters.moved_blocks > self._num_moved:
@@ -298,9 +338,19 @@ class CheckRun:
             self.events.append(ScenarioEvent.POISON)
         elif reason is FinishReason.OUT_OF_MEMORY:
             assert self.scenario.chances.starve, sequence
+            self._check_largest(sequence.group)
         else:
             return
         expected.cut(reason)
+
+    def _check_largest(self, ended: RequestGroup) -> None:
+        """Out of memory ends the largest of the requests that were admitted."""
+        size = (most_blocks(ended.request, 1), ended.order)
+        for group in self.scheduler.groups():
+            smaller = (most_blocks(group.request, 1), group.order) <= size
+            assert smaller or group.finished or (ended.was_assigned and not group.was_assigned), (
+                f"out of memory ended {ended}, and {group} is larger"
+            )
 
     def _terminate(self, sequence: Sequence) -> None:
         expected = self._expected[sequence.id]
