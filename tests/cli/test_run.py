@@ -31,7 +31,7 @@ def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) ->
     result = children.run(command, input="The capital of France is", capture_output=True, text=True, check=True)
     assert result.stdout == " Paris.\n\n"
     lines = result.stderr.splitlines()
-    phases = ["config", "kernels", "weights", "kv", "warm-up", "memory"]
+    phases = ["config", "kernels", "weights", "kv", "warm-up", "steps", "memory"]
     assert [line.split()[0] for line in lines] == ["quire", *phases, "3"], "none wrapped"
     assert "tok/s" in lines[-1]
 

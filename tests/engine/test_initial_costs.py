@@ -1,12 +1,15 @@
-"""Initial step costs, from two timed steps if CUDA graphs are captured, and the default ITL target from them."""
+"""Initial step costs, from two timed steps, and the default ITL target from them."""
+
+from pathlib import Path
 
 import pytest
 
 from quire.config import EngineConfig, MachineInfo, resolve
+from quire.engine.build import build
 from quire.engine.build_scheduler import make_scheduler
 from quire.engine.initial_costs import first_costs
 from quire.runner.cuda_graphs import StepTimes
-from quire.sched.batching import usual_target_s
+from quire.sched.batching import MAX_STEP_S, usual_target_s
 from quire.sched.cost_model import CostTable, StepShape
 from tests.engine.test_config import PER_TOKEN, SPEC
 
@@ -15,7 +18,7 @@ GPU = MachineInfo("cuda", free_bytes=1 << 36, fast_bfloat16=True, num_cores=2, t
 
 def table(pace: StepTimes | None) -> CostTable:
     return first_costs(
-        GPU, num_parameters=8 * 10**9, weight_bytes=16 * 10**9, kv_bytes_per_token=2**17, largest_chunk=2048, pace=pace
+        pace, num_parameters=8 * 10**9, weight_bytes=16 * 10**9, kv_bytes_per_token=2**17, largest_chunk=2048
     )
 
 
@@ -38,3 +41,11 @@ def test_default_itl_target(decode_s: float, aim_s: float) -> None:
     assert (usual.policy.itl_target_s, explicit.policy.itl_target_s, plain.policy.itl_target_s) == (aim_s, 0.04, None)
     assert usual.policy.itl_stretch > 1 and usual.policy.itl_per_decode > 1
     assert (explicit.policy.itl_stretch, explicit.policy.itl_per_decode) == (1.0, 0.0), "an explicit target is kept"
+
+
+def test_a_server_on_a_cpu_limits_the_time_of_a_step_and_no_other_engine_does(shallow_model_path: Path) -> None:
+    """Its costs are timed at the start, so that this holds for the first prompt too."""
+    config = EngineConfig(str(shallow_model_path), device="cpu", max_model_len=512, kv_cache_memory=64 << 20)
+    scheduler, offline = (build(config, serving=serving).engine.scheduler for serving in (True, False))
+    assert (scheduler.policy.max_step_s, offline.policy.max_step_s) == (MAX_STEP_S, None)
+    assert make_scheduler(EngineConfig(), resolve(config, SPEC, PER_TOKEN, GPU), table(None)).policy.max_step_s is None

@@ -9,8 +9,9 @@ from quire.core.ids import Row
 from quire.core.step import AppendTokens, Candidates, StepPlan, StepResult
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.models.decoder import Decoder
+from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import new_store
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, time_steps
 from tests.models.families import FAMILIES, build
 from tests.models.running import in_chunks, run
 from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample
@@ -178,3 +179,12 @@ def test_padding_does_not_show() -> None:
         num_padding=3,
     )
     assert_likeliest(new_runner().launch(plan).wait().candidates[Row(0)], logits_after(PROMPT), 3)
+
+
+def test_steps_are_timed_in_the_null_block_and_the_shorter_of_two_counts() -> None:
+    """The clock says 8 and 4 s for a decode, then 320 and 640 s for a chunk of 64 tokens."""
+    stores = new_store(decoder().kv_geometry, 20, BLOCK, torch.device("cpu"))
+    stores.device.fill_(7.0)
+    ticks = iter([0.0, 8.0, 10.0, 14.0, 20.0, 340.0, 400.0, 1040.0])
+    assert time_steps(decoder(), stores, lambda: next(ticks)) == StepTimes(decode_s=4.0, token_s=5.0)
+    assert (stores.device[1:] == 7.0).all() and not (stores.device[0] == 7.0).any()

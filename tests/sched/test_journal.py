@@ -71,7 +71,7 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_scenario(tmp_path: Path) ->
         max_rows=5,
         max_step_tokens=20,
         depth=2,
-        policy=Policy(overcommit=Overcommit.OPTIMISTIC, itl_target_s=0.015),
+        policy=Policy(overcommit=Overcommit.OPTIMISTIC, itl_target_s=0.015, max_step_s=0.02),
         num_requests=30,
         max_prompt=20,
         max_output=40,
@@ -218,6 +218,7 @@ def test_a_spec_survives_its_json() -> None:
         Overcommit.NEVER,
         itl_target_s=0.1,
         itl_stretch=2.0,
+        max_step_s=0.5,
         captured_sizes=captured_sizes,
         max_waiting=5,
     )

@@ -8,7 +8,7 @@ from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import RequestId
 from quire.core.request import SequenceState
 from quire.core.step import ChunkOutput, FinishReason
-from quire.sched.cost_model import Constants, CostTable
+from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.policy import CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
@@ -117,6 +117,42 @@ def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     late = bench.add([2] * 50, 2)
     bench.run()
     assert [chunk.length for chunk in bench.chunks_of(late)] == [19, 19, 12]
+
+
+@pytest.mark.parametrize(
+    ("constants", "alone", "beside"),
+    [
+        (Constants(0.0, 0.0, 0.01, 0.0, 0.0), [50] * 4, [49] * 4 + [4]),
+        (Constants(0.0, 0.0, 0.001, 0.0, 0.0), [200], [200]),
+        (Constants(0.0, 0.0, 0.02, 0.0, 0.0), [32] * 6 + [8], [33] * 6 + [2]),  # 16 take 0.32 s: at most 0.64
+        (Constants(2.0, 0.0, 0.1, 0.0, 0.0), [52, 52, 52, 44], [53, 53, 53, 41]),  # 16 take 3.6 s: at most 7.2
+        (Constants(0.0, 0.0, 1e-3, 0.0, 1e-4), [90, 41, 31, 30, 8], [89, 41, 31, 30, 9]),  # deeper ones read more keys
+    ],
+)
+def test_a_step_with_prompts_is_limited_in_time_alone_and_beside_a_decoding_row(
+    constants: Constants, alone: list[int], beside: list[int]
+) -> None:
+    policy = Policy(overcommit=Overcommit.NEVER, max_step_s=0.5)
+    for decoding, lengths in ((False, alone), (True, beside)):
+        bench = Bench(blocks=100, rows=3, budget=512, policy=policy, cost=CostTable(constants))
+        if decoding:
+            bench.add([1], 60)
+            bench.turn()
+        late = bench.add([2] * 200, 2)
+        bench.run()
+        assert [chunk.length for chunk in bench.chunks_of(late)] == lengths, decoding
+
+
+def test_chunks_shrink_as_soon_as_steps_prove_slow() -> None:
+    """Three measurements of steps ten times slower than stated."""
+    cost = CostTable(Constants(0.0, 0.0, 0.001, 0.0, 0.0))
+    bench = Bench(blocks=1000, rows=3, budget=512, policy=Policy(max_step_s=0.5), cost=cost)
+    long = bench.add([2] * 3000, 2)
+    bench.turns(3)
+    for chunk in bench.chunks_of(long):
+        cost.observe(StepShape().with_chunk(chunk.start, chunk.length), 0.01 * chunk.length)
+    bench.turn()
+    assert [chunk.length for chunk in bench.chunks_of(long)] == [500, 500, 500, 50]
 
 
 def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -> None:

@@ -30,8 +30,8 @@ from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
-from quire.runner.model_runner import ModelRunner, warm_up
-from quire.sched.batching import usual_target_s
+from quire.runner.model_runner import ModelRunner, time_steps, warm_up
+from quire.sched.batching import MAX_STEP_S, usual_target_s
 from quire.sched.cost_model import CostTable
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
@@ -150,10 +150,9 @@ def build(
             reporter.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
     reporter.done("warm-up", choice.reason)
-    capturing = choice.row_kernels is not None and choice.capturable
-    step_times = _capture_first_graphs(runner, reporter, serving) if capturing else None
-    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, step_times)
-    scheduler = _scheduler(config, resolved, costs, step_times, serving)
+    step_times = _step_times(model, stores, runner, choice, reporter, serving)
+    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, resolved, stores, step_times)
+    scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
     memory = _memory_usage(weight_bytes, resolved, before, inspect(device))
     reporter.done("memory", memory.describe())
@@ -216,6 +215,28 @@ def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
     warm_up(model.truncated(), stores)
 
 
+def _step_times(
+    model: Decoder,
+    stores: KvStores,
+    runner: ModelRunner,
+    choice: KernelChoice,
+    reporter: StartupReporter,
+    serving: bool,
+) -> StepTimes | None:
+    """Of captured graphs, or on a CPU of two steps. None: a GPU without graphs."""
+    if runner.device.type == "cpu":
+        times = time_steps(model, stores, time.monotonic)
+        reporter.done("steps", _describe_times(times))
+        return times
+    if choice.row_kernels is None or not choice.capturable:
+        return None
+    return _capture_first_graphs(runner, reporter, serving)
+
+
+def _describe_times(times: StepTimes) -> str:
+    return f"one row {1e3 * times.decode_s:.2f} ms · {1e6 * times.token_s:.1f} µs per prompt token"
+
+
 def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter, serving: bool) -> StepTimes | None:
     """Capture the first CUDA graphs and time them. A server captures the rest when idle."""
     num_shapes = runner.num_first + (0 if serving else runner.num_soon)
@@ -224,15 +245,23 @@ def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter, servin
     step_times = runner.step_times()
     detail = f"{num_shapes} CUDA graph shapes captured, others {'when idle' if serving else 'on demand'}"
     if step_times is not None:
-        detail += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs per prompt token"
+        detail += f" · {_describe_times(step_times)}"
     reporter.done("graphs", detail)
     return step_times
 
 
 def _scheduler(
-    config: EngineConfig, resolved: ResolvedConfig, costs: CostTable, step_times: StepTimes | None, serving: bool
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    costs: CostTable,
+    step_times: StepTimes | None,
+    machine: MachineInfo,
+    serving: bool,
 ) -> Scheduler:
-    """With CUDA graphs the scheduler gets the captured sizes; a server also gets an ITL target."""
+    """With CUDA graphs the scheduler gets the captured sizes; a server also gets an ITL target. On a CPU, a server has
+    limited step times."""
+    if machine.device == "cpu":
+        return make_scheduler(config, resolved, costs, max_step_s=MAX_STEP_S if serving else None)
     if step_times is None:
         return make_scheduler(config, resolved, costs)
     sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
@@ -280,7 +309,6 @@ def _costs(
     spec: ModelSpec,
     weights: DecoderWeights,
     itemsize: int,
-    machine: MachineInfo,
     resolved: ResolvedConfig,
     stores: KvStores,
     step_times: StepTimes | None,
@@ -290,12 +318,11 @@ def _costs(
     if weights.head is not weights.embedding:
         read_bytes -= weights.embedding.nbytes
     costs = first_costs(
-        machine,
+        step_times,
         num_parameters=read_bytes // itemsize,
         weight_bytes=read_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
         largest_chunk=resolved.max_num_batched_tokens,
-        pace=step_times,
     )
     if resolved.num_host_blocks:
         costs.set_transfer(measure_transfer(stores))

@@ -61,6 +61,7 @@ def make_scheduler(
     costs: CostTable,
     usual_itl_s: float | None = None,
     captured_sizes: tuple[CapturedSizes, ...] = (),
+    max_step_s: float | None = None,
 ) -> Scheduler:
     """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
     regime = REGIMES[resolved.regime]
@@ -71,6 +72,7 @@ def make_scheduler(
         itl_target_s=usual_itl_s if said_s is None else said_s,
         itl_stretch=MAX_STRETCH if said_s is None else 1.0,
         itl_per_decode=PER_DECODE if said_s is None else 0.0,
+        max_step_s=max_step_s,
         captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),

@@ -6,7 +6,9 @@ small step at start, so that no request waits for compilation and weight packing
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -376,19 +378,42 @@ def _reason(finite: int, stop: int) -> FinishReason:
     return FinishReason.STOP if stop else FinishReason.LENGTH
 
 
+_TIMED_CHUNK = 64  # tokens: enough that a step waits for arithmetic, not for memory
+
+
 @torch.inference_mode()
 def warm_up(model: Model, stores: KvStores) -> None:
     """Run a chunk of two tokens and a decode, in the null block, which is never read."""
-    kv = stores.device
+    _run_padding(model, stores, 2, 1)
+
+
+@torch.inference_mode()
+def time_steps(model: Model, stores: KvStores, clock: Callable[[], float]) -> StepTimes:
+    """Times of a decode and of a chunk, on a device that computes a step before it returns. Call after `warm_up`."""
+
+    def seconds(length: int) -> float:
+        began_s = clock()
+        _run_padding(model, stores, length)
+        return clock() - began_s
+
+    # The shorter time: the first step of a kind may allocate, and other programs may interfere.
+    decode_s, chunk_s = (min(seconds(length), seconds(length)) for length in (1, _TIMED_CHUNK))
+    return StepTimes(decode_s, chunk_s / _TIMED_CHUNK)
+
+
+def _run_padding(model: Model, stores: KvStores, *lengths: int) -> None:
+    """A step with a chunk of each length, in the null block."""
+    kv, counts = stores.device, torch.tensor(lengths)
     device = kv.device
-    positions = torch.tensor([0, 1, 0], device=device) % stores.block_size
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths]) % stores.block_size
+    width = max(2, -(-max(lengths) // stores.block_size))
     layout = StepLayout(
         positions=positions,
         slots=positions + NULL_BLOCK * stores.block_size,
-        tables=torch.full((2, 2), NULL_BLOCK, dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, 2, 3], dtype=torch.int32, device=device),
-        context_lengths=torch.tensor([2, 1], dtype=torch.int32, device=device),
-        max_lengths=torch.tensor([2, 2, 1], device=device),
+        tables=torch.full((len(lengths), width), NULL_BLOCK, dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+        context_lengths=counts.int().to(device),
+        max_lengths=counts.repeat_interleave(counts).to(device),
     )
-    hidden = model.forward(torch.zeros(3, dtype=torch.int64, device=device), layout, kv)
-    model.logits(hidden[1:])
+    hidden = model.forward(torch.zeros(len(positions), dtype=torch.int64, device=device), layout, kv)
+    model.logits(hidden[-len(lengths) :])

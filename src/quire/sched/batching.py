@@ -17,6 +17,8 @@ from quire.sched.preemption import Preemption
 from quire.sched.state import SchedulerState
 
 MIN_PREFILL_TOKENS = 16  # per step with prompts, at any cost, so that prompts never starve: one block
+MAX_STEP_S = 0.5  # default of `Policy.max_step_s` on a CPU, where a step of the whole token budget may take a minute
+_PER_SMALLEST = 2  # or this factor times the step with the smallest chunk: most of a long step is not for its tokens
 PATIENCE_S = 0.04  # queue delay of prompts beyond which the target grows
 
 # The default inter-token latency target.
@@ -180,11 +182,13 @@ class StepBatcher:
         return sequence.num_tokens >= self._state.policy.order.long_prompt
 
     def _prefill_budget(self, builder: PlanBuilder) -> int:
-        """Tokens for prompts: the remaining budget, or fewer if the step has a time target."""
+        """Tokens for prompts: the remaining budget, or fewer if the step is limited in time or has a time target."""
         state, target_s = self._state, self._state.policy.itl_target_s
-        if target_s is None or builder.num_decoding == 0 or not state.policy.regime.chunked:
+        if not (state.prefilling or state.waiting) or not state.policy.regime.chunked:
             return builder.budget
-        if not (state.prefilling or state.waiting):
+        if state.policy.max_step_s is not None:
+            builder.budget = self._limited_in_time(builder, state.policy.max_step_s)
+        if target_s is None or builder.num_decoding == 0:
             return builder.budget
         start = state.prefilling[0].num_planned if state.prefilling else 0
         shape, captured_sizes = self.shape(builder), state.policy.captured_beside(builder.num_decoding)
@@ -195,6 +199,13 @@ class StepBatcher:
         if stretched_s == target_s:
             return length
         return largest_next_chunk(self._cost, shape, start, builder.budget, stretched_s, captured_sizes)
+
+    def _limited_in_time(self, builder: PlanBuilder, max_step_s: float) -> int:
+        """As many tokens as are predicted to take `max_step_s`, or twice as long as the fewest."""
+        shape, fewest = self.shape(builder), min(builder.budget, MIN_PREFILL_TOKENS)
+        start = max([sequence.num_planned for sequence in self._state.prefilling], default=0)
+        limit_s = max(max_step_s, _PER_SMALLEST * self._cost.predict_s(shape.with_chunk(start, fewest)))
+        return max(fewest, largest_next_chunk(self._cost, shape, start, builder.budget, limit_s))
 
     def _num_waiting_tokens(self) -> int:
         """Prompt tokens still to be computed, without those of the longest prefill: what other prompts wait for."""

@@ -53,6 +53,7 @@ class Policy:
     itl_target_s: float | None = None  # target step time; None: the token budget alone decides
     itl_stretch: float = 1.0  # largest factor on the target while prompts queue
     itl_per_decode: float = 0.0  # the target is at least this factor times the decode-only step
+    max_step_s: float | None = None  # largest predicted time of a step with prompts; None: the token budget decides
     captured_sizes: tuple[CapturedSizes, ...] = ()  # ascending
     max_preemptions: int = 3  # of one request group; then its whole length is reserved
     max_waiting: int | None = None  # request groups
