@@ -46,10 +46,12 @@ def opened(default_model_path: Path) -> OpenedModel:
     return open_model(EngineConfig())
 
 
-def traced(opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[None]]) -> list[ReadableSpan]:
+def traced(
+    opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[None]], lines: str = SCRIPT
+) -> list[ReadableSpan]:
     """The spans of requests to a scripted server in this process."""
     script = folder / "script.jsonl"
-    script.write_text(SCRIPT)
+    script.write_text(lines)
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter))
 
@@ -114,6 +116,24 @@ def test_a_chat_is_a_span_below_the_clients_own(opened: OpenedModel, tmp_path: P
     edges = [moment for part in parts for moment in (part.start_time, part.end_time)]
     assert edges == sorted(edges) and edges[0] == inner.start_time and edges[-1] == inner.end_time
     assert outer.start_time <= inner.start_time and inner.end_time <= outer.end_time
+
+
+def test_a_background_response_is_traced_when_it_ends(opened: OpenedModel, tmp_path: Path) -> None:
+    script = '{"step_ms": 30}\n' + SCRIPT  # it outlives its request
+
+    async def talk(send: Send) -> None:
+        first = await send("/v1/responses", input="hi", background=True)
+        assert first.status == 200 and json.loads(first.body)["status"] == "queued"
+        while (
+            await send("/v1/responses", input="more", previous_response_id=json.loads(first.body)["id"])
+        ).status != 200:
+            await asyncio.sleep(0.01)
+
+    spans = traced(opened, tmp_path, talk, script)
+    outer = min((span for span in spans if span.name == "POST /v1/responses"), key=lambda span: span.start_time or 0)
+    inner = [span for span in spans if span.name == "chat smollm2-135m-instruct"]
+    [background] = [span for span in inner if span.parent is not None and span.parent.span_id == outer.context.span_id]
+    assert len(inner) == 2 and (background.end_time or 0) > (outer.end_time or 0)
 
 
 def test_several_prompts_refusals_and_failures(opened: OpenedModel, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ waits for a collector. The only file that depends on OpenTelemetry; imported onl
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,7 +29,7 @@ from quire.version import __version__
 _PROVIDER = "quire"
 _TRACED = ("traceparent", "tracestate")
 _QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})  # polled every few seconds
-_MAX_UNCLAIMED = 4096  # ended prompts whose HTTP request is still open
+_MAX_UNCLAIMED = 4096  # ended prompts whose HTTP request is still open, or open ones whose request has ended
 _FLUSH_MS = 2000
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # all the rest chat
 
@@ -42,16 +43,21 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(_PROVIDER, __version__)
         self._ended: dict[int, FinishedRequest] = {}  # by the number of the prompt
+        self._background: dict[int, Callable[[FinishedRequest], None]] = {}  # prompts that outlive their HTTP request
 
     def finished(self, end: FinishedRequest) -> None:
-        """A prompt has ended; its HTTP request ends soon after."""
+        """A prompt has ended; its HTTP request ends soon after, or has ended."""
+        trace = self._background.pop(end.state.number, None)
+        if trace is not None:
+            trace(end)
+            return
         self._ended[end.state.number] = end
         if len(self._ended) > _MAX_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
     def around(self, app: ASGIApp, server: Server) -> ASGIApp:
         """The application, with a span around each request."""
-        return _TracedApp(app, server, self._tracer, self._ended)
+        return _TracedApp(app, server, self._tracer, self._ended, self._background)
 
     def close(self) -> None:
         """Send the remaining spans, for at most `_FLUSH_MS`."""
@@ -69,11 +75,19 @@ def open_tracing(endpoint: str) -> Tracing:
 class _TracedApp:
     """ASGI: outermost, so that refusals of the middleware are traced too."""
 
-    def __init__(self, app: ASGIApp, server: Server, tracer: Tracer, ended: dict[int, FinishedRequest]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        server: Server,
+        tracer: Tracer,
+        ended: dict[int, FinishedRequest],
+        background: dict[int, Callable[[FinishedRequest], None]],
+    ) -> None:
         self._app = app
         self._server = server
         self._tracer = tracer
         self._ended = ended
+        self._background = background
         self._names = RouteNames(patterns(server.app.routes))
         self._epoch_ns = time.time_ns() - time.monotonic_ns()  # from the monotonic clock to Unix time
 
@@ -102,8 +116,13 @@ class _TracedApp:
         request_id = context_of(scope).request_id
         for number in self._server.engine.numbers_of(request_id):
             end = self._ended.pop(number, None)
+            trace = partial(self._trace_prompt, span, _OPERATIONS.get(route, "chat"))
             if end is not None:
-                self._trace_prompt(span, _OPERATIONS.get(route, "chat"), end)
+                trace(end)
+            else:
+                self._background[number] = trace
+                if len(self._background) > _MAX_UNCLAIMED:
+                    del self._background[next(iter(self._background))]
         span.set_attributes(
             {
                 "http.request.method": f"{scope['method']:.20}",

@@ -29,7 +29,9 @@ KEYS = "sk-a name=a\nsk-b name=b max_open=1\n"
 def served(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("stored")
     (folder / "keys").write_text(KEYS, encoding="ascii")
-    with local_server(folder, LINES, "--max-model-len", "8k", "--api-key-file", str(folder / "keys")) as server:
+    (folder / "admin").write_text("sk-admin\n", encoding="ascii")
+    keys = ("--api-key-file", str(folder / "keys"), "--admin-key-file", str(folder / "admin"))
+    with local_server(folder, LINES, "--max-model-len", "8k", *keys) as server:
         yield server
 
 
@@ -203,6 +205,18 @@ def test_a_background_response_outlives_its_connection_and_counts_as_open(
     wait_until_at_rest(http)
     assert other.responses.retrieve(made["id"]).status == "cancelled"
     assert ask(other, "hi").output_text == "Hello."
+
+
+def test_a_background_response_fails_with_its_request(
+    served: LocalServer, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    answer = http.post("/v1/responses", json={"input": "endless", "background": True})
+    aborted = {"request_ids": [answer.headers["x-quire-request-id"]]}
+    with served.client(headers={"authorization": "Bearer sk-admin"}) as admin:
+        assert admin.post("/abort_requests", json=aborted).json() == {"aborted": 1}
+    failed = ended(client, answer.json()["id"])
+    assert failed.status == "failed" and failed.error is not None and "operator" in failed.error.message
+    wait_until_at_rest(http)
 
 
 def test_a_deleted_background_response_ends(client: openai.OpenAI, http: httpx.Client) -> None:
