@@ -1,23 +1,26 @@
 """Validates a JSON schema: rejects what would not be enforced or would cost too much. Does not depend on the compiler.
 
-Schemas are read by the latest draft; `$schema` is ignored, as an older draft would disable keywords that the schema
-uses.
+Schemas are read by the latest draft, after `schema_dialects.py` has rewritten what older drafts and OpenAPI write
+differently.
 
 The tables list the keywords that llguidance enforces, the annotations, and the keywords that contain schemas. A keyword
-in none of them is rejected: llguidance ignores unknown keywords, and an ignored constraint is worse than an error.
+in none of them is rejected: llguidance ignores unknown keywords, and an ignored constraint is worse than an error. A
+client that does not ask for strictness gets a schema without such keywords (`relaxed_schema.py`), and a warning.
 """
 
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
-from urllib.parse import unquote
 
 from quire.core.errors import InvalidGrammar, UnsupportedSchema, shown
 from quire.grammar import limits
 from quire.grammar.expansion import check_expansion
+from quire.grammar.schema_dialects import pointer, resolve, rewrite_dialects
 
 ENFORCED = frozenset(
     {
@@ -30,17 +33,17 @@ ENFORCED = frozenset(
 )
 
 # Annotations: they do not affect validity. `discriminator` only helps to find the branch of a oneOf; the content
-# keywords are annotations since draft 2019-09.
+# keywords are annotations since draft 2019-09; `strict` belongs beside a schema, and some clients put it into one.
 NOTES = frozenset(
     {
         *("title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly", "writeOnly"),
-        *("$defs", "definitions", "$anchor", "$id", "id", "discriminator"),
-        *("contentMediaType", "contentEncoding", "contentSchema"),
+        *("$defs", "definitions", "$anchor", "$id", "id", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
+        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "strict", "externalDocs", "xml"),
+        *("markdownDescription", "enumNames", "enumDescriptions", "errorMessage", "propertyOrdering"),
     }
 )
 
 INSTEAD = {
-    "nullable": 'write "type": [..., "null"] instead',
     "not": "list what is allowed instead (enum, anyOf)",
     "if": "write the cases as anyOf",
     "then": "write the cases as anyOf",
@@ -61,9 +64,15 @@ ONE = frozenset({"items", "additionalItems", "additionalProperties"})
 LISTED = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
+_HEX = "[0-9a-fA-F]"
+_UUIDS = {  # pydantic's names
+    f"uuid{version}": f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
+    for version in range(1, 9)
+}
 FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", *_UUIDS},
 )
+_FORMAT_NAMES = ", ".join(sorted(FORMATS))
 
 _MONTH_DAYS = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -76,7 +85,22 @@ _DATE = rf"(?:{_YEAR}-{_MONTH_DAYS}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 
 # llguidance's own patterns for these accept 2023-02-29, the year 0 and the second 60.
-STRICTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+STRICTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$", **_UUIDS}
+
+# The regular expressions that llguidance reads: Rust's, without look-around, back-references and word boundaries.
+_ESCAPE = (
+    r"\\(?:[dDwWsSnrtfva]|[^a-zA-Z0-9]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[xuU]\{[0-9a-fA-F]+\}|[pP](?:\{[^}]*\}|[A-Z]))"
+)
+_PATTERN = re.compile(
+    rf"(?:[^\\\[({{]|{_ESCAPE}|\\[Az]|\[\^?+(?:[^\]\\\[]|{_ESCAPE})++\]"
+    rf"|\((?!\?)|\(\?(?::|P?<[A-Za-z_]\w*>|[imsU-]+[:)])|\{{\d+(?:,\d*)?\}})*+",
+    re.DOTALL,
+)
+_LITERAL = re.compile(rf"{_ESCAPE}|\[\^?+(?:[^\]\\\[]|{_ESCAPE})++\]")
+_INNER_ANCHOR = re.compile(r"[^(|:>^]\^|\$[^)|$]")
+_LARGEST_BOUND = 9.2e18  # llguidance writes bounds of numbers with 64 bits
+_SMALLEST_BOUND = 1e-37
+_SMALLEST_MULTIPLE = 1e-9
 
 
 class SchemaChildren(NamedTuple):
@@ -90,9 +114,9 @@ def children(schema: dict[str, object], where: str) -> list[SchemaChildren]:
     """The direct subschemas of a schema."""
     found: list[SchemaChildren] = []
     for keyword, value in schema.items():
-        place = f"{where}/{keyword}"
+        place = pointer(where, keyword)
         if keyword in NAMED and isinstance(value, dict):
-            found += [SchemaChildren(part, f"{place}/{name}") for name, part in value.items()]
+            found += [SchemaChildren(part, pointer(place, name)) for name, part in value.items()]
         elif keyword in LISTED and isinstance(value, list):
             found += [SchemaChildren(part, f"{place}/{number}") for number, part in enumerate(value)]
         elif keyword in ONE:
@@ -116,21 +140,30 @@ def read_schema(text: str) -> dict[str, object]:
 
 def check_schema(schema: object) -> dict[str, object]:
     """Validate a parsed schema; the result is a copy, ready to compile."""
+    root = copy_schema(schema)
+    parts = list(walk(root))
+    for part in parts:
+        for found in unsupported_keywords(part):
+            raise _unsupported(found.keyword, part.where[:_WHERE_SHOWN], found.instead)
+    schemas = [part.schema for part in parts if isinstance(part.schema, dict)]
+    check_multiples(schemas)
+    check_patterns(schemas)
+    _check_reach(root, schemas)
+    check_expansion(schemas, lambda reference: _resolved(root, reference), _intersects)
+    for part_schema in schemas:
+        _make_exact(part_schema)
+    return root
+
+
+def copy_schema(schema: object) -> dict[str, object]:
+    """A copy in the latest draft, within the limits on size."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidGrammar(f"A JSON schema must be an object, not {shown(schema)}.")
     _check_size(schema)
-    root = copy.deepcopy({keyword: value for keyword, value in schema.items() if keyword != "$schema"})
-    parts = list(_walk(root))
-    for part in parts:
-        _check_keywords(part)
-    schemas = [part.schema for part in parts if isinstance(part.schema, dict)]
-    _check_cost(schemas)
-    _check_reach(root, schemas)
-    check_expansion(schemas, lambda reference: _resolved(root, reference), _intersects)
-    for part_schema in schemas:
-        _make_exact(part_schema)
+    root = copy.deepcopy(schema)
+    rewrite_dialects(root, walk(root))
     return root
 
 
@@ -159,7 +192,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _check_size(schema: dict[str, object]) -> None:
     """Counts level by level, without recursion: a schema may be nested arbitrarily deep."""
     level: list[object] = [schema]
-    num_nodes = 0
+    num_nodes = num_characters = 0
     depth = 0
     while level:
         depth += 1
@@ -169,6 +202,10 @@ def _check_size(schema: dict[str, object]) -> None:
         if num_nodes > limits.SCHEMA_NODES:
             raise InvalidGrammar(f"The JSON schema has more than {limits.SCHEMA_NODES} objects and arrays in it.")
         within = [value for node in level for value in _values(node)]
+        texts = chain(within, (name for node in level if isinstance(node, dict) for name in node))
+        num_characters += sum(len(text) for text in texts if isinstance(text, str))
+        if num_characters > limits.SCHEMA_BYTES:
+            raise InvalidGrammar(f"The JSON schema is longer than {limits.SCHEMA_BYTES} bytes, the limit. Shorten it.")
         if any(isinstance(value, float) and not math.isfinite(value) for value in within):
             raise InvalidGrammar("The JSON schema has a number too large for a float.")
         level = [value for value in within if isinstance(value, dict | list)]
@@ -180,7 +217,7 @@ def _values(node: object) -> list[object]:
     return node if isinstance(node, list) else []
 
 
-def _walk(root: dict[str, object]) -> Iterator[SchemaChildren]:
+def walk(root: dict[str, object]) -> Iterator[SchemaChildren]:
     waiting = [SchemaChildren(root, "#")]
     while waiting:
         part = waiting.pop()
@@ -189,59 +226,94 @@ def _walk(root: dict[str, object]) -> Iterator[SchemaChildren]:
             waiting += children(part.schema, part.where)
 
 
-def _check_keywords(part: SchemaChildren) -> None:
+class UnsupportedKeyword(NamedTuple):
+    """A keyword that would not be enforced, and what to write instead."""
+
+    keyword: str
+    instead: str
+
+
+def unsupported_keywords(part: SchemaChildren) -> Iterator[UnsupportedKeyword]:
+    """The keywords of one schema that would not be enforced. Raises if it is not a schema, or too large."""
     schema, where = part.schema, part.where[:_WHERE_SHOWN]
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise InvalidGrammar(f"At {where} the JSON schema has {shown(schema)}, which is not a schema.")
-    for keyword in schema:
-        annotation = keyword in NOTES or (keyword.startswith("x-") and keyword != "x-guidance")
-        if keyword not in ENFORCED and not annotation:
-            raise _unsupported(keyword, where, INSTEAD.get(keyword, "omit it, or use $comment for a note"))
-    _check_format(schema, where)
-    _check_object(schema, where)
-    reference = schema.get("$ref")
-    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
-        raise _unsupported("$ref", where, f"{shown(reference)} is outside this schema; put it under $defs")
-    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
-        raise _unsupported("additionalItems", where, "it means nothing here; use items beside prefixItems")
-
-
-def _check_format(schema: dict[str, object], where: str) -> None:
-    """Formats apply to strings only: with another type they have no effect."""
-    name = schema.get("format")
-    types = schema.get("type", "string")
-    of_strings = types == "string" or (isinstance(types, list) and "string" in types)
-    if name is not None and of_strings and name not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
-        raise _unsupported("format", where, f"{shown(name)} is not enforced ({known} are); use pattern")
-
-
-def _check_object(schema: dict[str, object], where: str) -> None:
-    """Names outside `properties` may repeat in the text, so minProperties beyond the required ones is not enforced."""
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     if isinstance(properties, dict) and len(properties) > limits.SCHEMA_PROPERTIES:
         raise InvalidGrammar(
             f"The object at {where} of the JSON schema has {len(properties)} properties; "
             f"the limit is {limits.SCHEMA_PROPERTIES}."
         )
-    least = schema.get("minProperties")
+    for keyword in schema:
+        annotation = keyword in NOTES or (keyword.startswith("x-") and keyword != "x-guidance")
+        if keyword not in ENFORCED and not annotation:
+            yield UnsupportedKeyword(keyword, INSTEAD.get(keyword, "omit it, or use $comment for a note"))
+    reference = schema.get("$ref")
+    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+        yield UnsupportedKeyword("$ref", f"{shown(reference)} is outside this schema; put it under $defs")
+    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+        yield UnsupportedKeyword("additionalItems", "it means nothing here; use items beside prefixItems")
+    if "required" in schema and not isinstance(schema["required"], list):
+        yield UnsupportedKeyword("required", "it is a list of names, beside properties")
+    yield from _unsupported_strings(schema)
+    yield from _unsupported_numbers(schema)
+
+
+def _unsupported_strings(schema: dict[str, object]) -> Iterator[UnsupportedKeyword]:
+    """Formats apply to strings only: with another type they have no effect."""
+    name, types = schema.get("format"), schema.get("type", "string")
+    of_strings = types == "string" or (isinstance(types, list) and "string" in types)
+    if name is not None and of_strings and name not in FORMATS:
+        yield UnsupportedKeyword("format", f"{shown(name)} is not enforced ({_FORMAT_NAMES} are); use pattern")
+    named = schema.get("patternProperties")
+    patterns = {"pattern": [schema.get("pattern")], "patternProperties": list(named) if isinstance(named, dict) else []}
+    for keyword, texts in patterns.items():
+        for text in texts:
+            if isinstance(text, str) and not _is_enforced(text):
+                yield UnsupportedKeyword(
+                    keyword, f"{shown(text)} may use look-around, back-references or other syntax that is not supported"
+                )
+
+
+def _is_enforced(pattern: str) -> bool:
+    """Whether llguidance reads a regular expression. Anchors are allowed where an alternative begins or ends."""
+    return bool(_PATTERN.fullmatch(pattern)) and not _INNER_ANCHOR.search(_LITERAL.sub("a", pattern))
+
+
+def _unsupported_numbers(schema: dict[str, object]) -> Iterator[UnsupportedKeyword]:
+    """Names outside `properties` may repeat in the text, so minProperties beyond the required ones is not enforced."""
+    least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, num_required):
-        raise _unsupported("minProperties", where, f"{least} is more than are required; list them under required")
+        yield UnsupportedKeyword("minProperties", f"{least} is more than are required; list them under required")
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        bound = schema.get(keyword)
+        if isinstance(bound, int | float) and bound:
+            counted = schema.get("type") == "integer" and bound > 0
+            if abs(bound) < _SMALLEST_BOUND or (abs(bound) > _LARGEST_BOUND and not counted):
+                yield UnsupportedKeyword(keyword, f"{shown(bound)} is beyond the numbers that can be compared; omit it")
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and 0 < multiple < _SMALLEST_MULTIPLE:
+        yield UnsupportedKeyword("multipleOf", f"{shown(multiple)} has too many digits; use a rounder number")
 
 
-def _check_cost(schemas: list[dict[str, object]]) -> None:
+def check_multiples(schemas: list[dict[str, object]]) -> None:
+    """Raise UnsupportedSchema if the numbers of multipleOf cost too much together."""
     multiples = [_numerator(schema["multipleOf"]) for schema in schemas if "multipleOf" in schema]
     combined = any(_intersects(schema) for schema in schemas)
     if sum(multiples) > limits.MULTIPLES or (combined and math.lcm(*multiples) > limits.MULTIPLES):
         raise _unsupported(
             "multipleOf", "#", f"together they may need {limits.MULTIPLES} remainders; use rounder numbers"
         )
+
+
+def check_patterns(schemas: list[dict[str, object]]) -> None:
+    """Raise UnsupportedSchema if patterns and formats cost too much together."""
     patterns = {str(schema[keyword]) for schema in schemas for keyword in ("pattern", "format") if keyword in schema}
-    if combined and len(patterns) > limits.PATTERNS_IN_INTERSECTION:
-        raise InvalidGrammar(
+    if len(patterns) > limits.PATTERNS_IN_INTERSECTION and any(_intersects(schema) for schema in schemas):
+        raise UnsupportedSchema(
             f"The JSON schema has {len(patterns)} patterns and formats, and combines schemas with allOf or beside "
             f"$ref, anyOf or oneOf; the limit then is {limits.PATTERNS_IN_INTERSECTION}. Combine the patterns into one."
         )
@@ -261,13 +333,7 @@ def _check_reach(root: dict[str, object], schemas: list[dict[str, object]]) -> N
 
 def _resolved(root: dict[str, object], reference: str) -> dict[str, object]:
     """The schema that a reference names; the root, which is never smaller, if the name is unknown."""
-    found: object = root
-    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            found = found.get(name) if isinstance(found, dict) else None
+    found = resolve(root, reference)
     return found if isinstance(found, dict) else root
 
 

@@ -14,7 +14,12 @@ from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.template_messages import Tool
 from quire.output_parsing.tool_formats import CallDelimiters, ToolFormat
 
-_COMBINATORS = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "patternProperties"})
+_COMBINATORS = frozenset(
+    {
+        *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas", "dependencies"),
+        *("patternProperties", "propertyNames"),
+    }
+)
 
 
 def tool_grammar(
@@ -96,16 +101,16 @@ def _call_rules(delimiters: CallDelimiters, tools: Sequence[Tool], ids: Mapping[
     for index, tool in enumerate(tools):
         name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
         before = literal(delimiters.before_name + name + delimiters.before_arguments, ids)
-        schema = f"%json {json.dumps(_arguments_schema(tool))}"
+        schema = f"%json {json.dumps(arguments_schema(tool))}"
         rules.append(f"call_{index}: {_join(before, schema, literal(delimiters.after_arguments, ids))}")
     return rules
 
 
-def _arguments_schema(tool: Tool) -> dict[str, object]:
+def arguments_schema(tool: Tool) -> dict[str, object]:
     """Arguments are an object. Listed properties exclude others, unless the schema allows them or has combinators."""
     schema: dict[str, object] = {"type": "object", **tool.parameters}
-    if "properties" in schema and not _COMBINATORS & schema.keys():
-        schema.setdefault("additionalProperties", False)
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", bool(_COMBINATORS & schema.keys()))
     return schema
 
 

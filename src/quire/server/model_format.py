@@ -5,12 +5,15 @@ grammar of the output, and the parser of the output.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from urllib.parse import quote
 
+from quire.core.errors import InvalidGrammar
 from quire.core.sampling import Grammar
+from quire.grammar.relaxed_schema import relax_schema
 from quire.output_parsing.events import OutputEvent, OutputParser, ToolArguments, ToolStart
-from quire.output_parsing.grammars import response_grammar, strict_grammar, tool_grammar
+from quire.output_parsing.grammars import arguments_schema, response_grammar, strict_grammar, tool_grammar
 from quire.output_parsing.parser import DetectedFormat, detect, make_parser
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.template_messages import (
@@ -33,6 +36,13 @@ class ToolChoice(NamedTuple):
 
     mode: str = "auto"
     name: str | None = None
+
+
+class OutputGrammar(NamedTuple):
+    """The grammar of an output, and the keywords of tools that it does not enforce."""
+
+    grammar: Grammar | None
+    not_enforced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +93,38 @@ class ModelFormat:
 
     def call_grammar(
         self, tools: Sequence[DeclaredTool], choice: ToolChoice, *, parallel: bool, prompt: str
-    ) -> Grammar:
+    ) -> OutputGrammar:
         """The grammar of required tool calls. A named tool is called once."""
         tags = self.detected.reasoning
-        return tool_grammar(
+        enforceable = _enforceable([tool for tool in _tools(tools) if choice.name in (None, tool.name)])
+        grammar = tool_grammar(
             self.tool_format,
-            _tools(tools),
+            enforceable.tools,
             choice.name,
             parallel and choice.name is None,
             special_tokens=self.special_tokens,
             open_reasoning=tags if tags is not None and tags.is_open_after(prompt) else None,
         )
+        return OutputGrammar(grammar, enforceable.not_enforced)
 
     def answer_grammar(
         self, requested: Grammar | None, tools: Sequence[DeclaredTool], *, parallel: bool, prompt: str
-    ) -> Grammar | None:
+    ) -> OutputGrammar:
         """The grammar of an output that may call tools: free but for strict tools, or as requested."""
         if requested is None:
-            return strict_grammar(self.tool_format, _tools(tools), parallel, special_tokens=self.special_tokens)
-        return response_grammar(
+            free = strict_grammar(self.tool_format, _tools(tools), parallel, special_tokens=self.special_tokens)
+            return OutputGrammar(free)
+        enforceable = _enforceable(_tools(tools))
+        grammar = response_grammar(
             requested,
             self.tool_format,
-            _tools(tools),
+            enforceable.tools,
             parallel,
             special_tokens=self.special_tokens,
             tags=self.detected.reasoning,
             prompt=prompt,
         )
+        return OutputGrammar(grammar, enforceable.not_enforced)
 
 
 class SingleCallParser:
@@ -171,3 +186,24 @@ def _tool(declared: DeclaredTool) -> Tool:
         parameters=function.get("parameters") or {},
         strict=function.get("strict") is True,
     )
+
+
+class _EnforceableTools(NamedTuple):
+    tools: list[Tool]
+    not_enforced: tuple[str, ...]
+
+
+def _enforceable(tools: Sequence[Tool]) -> _EnforceableTools:
+    """The tools with schemas of which all is enforced. Those of strict tools are unchanged: they may be refused."""
+    enforceable, not_enforced = [], []
+    for tool in tools:
+        if not tool.strict:
+            try:
+                relaxed = relax_schema(arguments_schema(tool))
+            except InvalidGrammar as error:
+                error.param = "tools"
+                raise
+            tool = replace(tool, parameters=relaxed.schema)
+            not_enforced += [f"tools.{quote(tool.name)}{where}" for where in relaxed.not_enforced]
+        enforceable.append(tool)
+    return _EnforceableTools(enforceable, tuple(not_enforced))

@@ -23,7 +23,8 @@ def chat(**fields: Any) -> ChatPrompt:
 
 
 def response(**fields: Any) -> ChatPrompt:
-    return chat_prompt(as_chat(decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)))
+    body = decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)
+    return chat_prompt(as_chat(body, (), lambda _: None))
 
 
 def names(parsed: ChatPrompt) -> list[object]:

@@ -234,7 +234,6 @@ def test_a_template_without_tool_support_gets_instructions(scripted_model: Scrip
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ],
 )  # fmt: skip
 def test_invalid_tools_are_refused(scripted_model: ScriptedModel, fields: dict[str, Any], param: str) -> None:
@@ -245,13 +244,13 @@ def test_invalid_tools_are_refused(scripted_model: ScriptedModel, fields: dict[s
 
 @ON_GENERIC_ALONE
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unsupported_schema_is_refused_where_it_constrains(scripted_model: ScriptedModel, stream: bool) -> None:
-    """The arguments of a forced call or a strict tool match the schema; those of a free call may not."""
+def test_an_unsupported_schema_is_refused_if_it_is_strict(scripted_model: ScriptedModel, stream: bool) -> None:
+    """See test_not_enforced.py for those that are not."""
     parameters = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     loose = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     strict = {"type": "function", "function": {**loose["function"], "strict": True}}  # type: ignore[dict-item]
     assert scripted_model.ask("one please", tools=[loose]).choices[0].finish_reason == "tool_calls"
-    for fields in ({"tools": [loose], "tool_choice": "required"}, {"tools": [strict]}):
+    for fields in ({"tools": [strict], "tool_choice": "required"}, {"tools": [strict]}):
         with pytest.raises(openai.BadRequestError, match="'not'") as refused:
             scripted_model.ask("one please", stream=stream, **fields)
         assert refused.value.body["param"] == "tools"  # type: ignore[index]
@@ -293,4 +292,5 @@ def test_markers_that_are_special_tokens_reach_the_parser(model: ServedModel) ->
     output = text.push(tokenizer.encode(mistral(ONE), add_special_tokens=False)).text + text.finish().text
     parser = model_format.parser(tools=TOOLS, parallel=True, prompt="")
     assert [*parser.push(output), *parser.finish()]
-    assert f"<[{mark}]>" in model_format.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").text
+    forced = model_format.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").grammar
+    assert forced is not None and f"<[{mark}]>" in forced.text

@@ -13,7 +13,7 @@ LONG = "word " * 2000
 CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 1}
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
 FORM = {"type": "json_object"}
-BAD_SCHEMA = {"type": "object", "propertyNames": {}}
+BAD_FORMAT = {"type": "json_schema", "schema": {"type": "object", "propertyNames": {}}}
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ BAD_SCHEMA = {"type": "object", "propertyNames": {}}
          "text.format.schema", "text.format.schema must be"),
         ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object", "schema": {}}}},
          "text.format.schema", "text.format.schema is not served"),
-        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}},
-         "text.format", "propertyNames"),
-        ("/v1/chat/completions", {**CHAT, "structured_outputs": {"json": BAD_SCHEMA}}, "structured_outputs",
+        ("/v1/responses", {"input": "hi", "text": {"format": {**BAD_FORMAT, "strict": True}}}, "text.format",
          "propertyNames"),
+        ("/v1/chat/completions", {**CHAT, "structured_outputs": {"json": {"enum": []}}}, "structured_outputs",
+         "cannot be compiled"),
         ("/v1/chat/completions", {**CHAT, **BEAMS, "response_format": FORM}, "response_format",
          "response_format cannot be combined with a beam search"),
         ("/v1/completions", {"prompt": "hi", **BEAMS, "structured_outputs": {"regex": "a"}}, "structured_outputs",

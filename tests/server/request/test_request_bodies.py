@@ -130,7 +130,11 @@ def test_sampling_fields_have_the_same_names_in_all_apis(kind: type[ResponsesBod
                                 "logit_bias": {"3": 1.0}, "min_p": 0.5}  # fmt: skip
     body = {**CHAT, "input": "hi", **({"max_tokens": 5} if kind is MessagesBody else {}), **sampling}
     decoded = decode(json.dumps(body).encode(), kind)
-    chat = messages_as_chat(decoded) if isinstance(decoded, MessagesBody) else responses_as_chat(decoded)
+    chat = (
+        messages_as_chat(decoded)
+        if isinstance(decoded, MessagesBody)
+        else responses_as_chat(decoded, (), lambda _: None)
+    )
     assert {name: getattr(chat, name) for name in sampling} == {**sampling, "logit_bias": {3: 1.0}}
 
 

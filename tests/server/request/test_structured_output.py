@@ -4,17 +4,45 @@ import json
 
 import pytest
 
-from quire.core.errors import InvalidParameter
+from quire.core.errors import InvalidGrammar, InvalidParameter
 from quire.core.sampling import Grammar, GrammarKind
 from quire.server.request.decode import decode
 from quire.server.request.schema import CompletionBody
-from quire.server.request.structured_output import MAX_CHOICES, grammar_of
+from quire.server.request.structured_output import MAX_CHOICES, RequestedGrammar, grammar_of, relaxed
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
 
 
 def grammar_of_chat(**fields: object) -> Grammar | None:
-    return grammar_of(decode(json.dumps({"prompt": "hi", **fields}).encode(), CompletionBody))
+    return requested(**fields).grammar
+
+
+def requested(**fields: object) -> RequestedGrammar:
+    found = grammar_of(decode(json.dumps({"prompt": "hi", **fields}).encode(), CompletionBody))
+    return relaxed(found, next(iter(fields), ""))
+
+
+def named(schema: object, **fields: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **fields}}
+
+
+def test_what_cannot_be_enforced_is_dropped_unless_the_schema_is_strict() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    for fields in ({"response_format": named(schema)}, {"response_format": named(schema, strict=False)},
+                   {"structured_outputs": {"json": schema}}):  # fmt: skip
+        grammar, _, not_enforced = requested(**fields)
+        assert grammar is not None and json.loads(grammar.text) == {"type": "array"}
+        assert not_enforced == ("schema#/uniqueItems",)
+    grammar, _, not_enforced = requested(response_format=named(schema, strict=True))
+    assert grammar is not None and json.loads(grammar.text) == schema and not_enforced == ()
+
+
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs"])
+def test_a_schema_that_is_too_large_is_named(name: str) -> None:
+    schema = {"enum": ["x" * 70_000]}
+    with pytest.raises(InvalidGrammar, match="65536 bytes") as refused:
+        requested(**{name: named(schema) if name == "response_format" else {"json": schema}})
+    assert refused.value.param == name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import Grammar
 from quire.server.context import ServedModel
-from quire.server.model_format import Message, ToolChoice
+from quire.server.model_format import Message, OutputGrammar, ToolChoice
 from quire.server.request.schema import ChatBody, Json
 from quire.text.chat_template import plain_messages, render
 
@@ -53,17 +53,17 @@ class ChatPrompt:
         )
         return model.checked_text(text)
 
-    def grammar(self, model: ServedModel, requested: Grammar | None, text: str) -> Grammar | None:
+    @property
+    def forces_call(self) -> bool:
+        """Whether the output is a tool call: a format for answers does not apply then."""
+        return bool(self.callable_tools) and self.tool_choice.mode != "auto"
+
+    def grammar(self, model: ServedModel, requested: Grammar | None, text: str) -> OutputGrammar:
         """The grammar of the output after the rendered `text`: a tool call if one is required, else the client's."""
         model_format, tools, parallel = model.model_format, self.callable_tools, self.parallel_tool_calls
-        if not tools or self.tool_choice.mode == "auto":
-            return model_format.answer_grammar(requested, tools, parallel=parallel, prompt=text)
-        if requested is not None:
-            raise InvalidParameter(
-                "tool_choice requires a tool call, so the answer cannot be constrained; use one of the two.",
-                param="tool_choice",
-            )
-        return model_format.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=text)
+        if self.forces_call:
+            return model_format.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=text)
+        return model_format.answer_grammar(requested, tools, parallel=parallel, prompt=text)
 
     @property
     def final_assistant_text(self) -> str:

@@ -14,8 +14,15 @@ from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, Re
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
+from quire.server.model_format import OutputGrammar
 from quire.server.prompt_group import submit
-from quire.server.request.params import GenerationRequest, apply_grammar, clamp_max_tokens, truncate_prompt
+from quire.server.request.params import (
+    GenerationRequest,
+    apply_grammar,
+    clamp_max_tokens,
+    relax_grammar,
+    truncate_prompt,
+)
 
 
 class ChatDelta(NamedTuple):
@@ -90,12 +97,13 @@ async def start_chat(
     `truncate`: the number of prompt tokens to keep. `clamp`: a max_tokens beyond the context is reduced to fit.
     """
 
-    def render() -> tuple[str, list[int]]:
+    def render() -> tuple[str, list[int], GenerationRequest, OutputGrammar]:
         text = prompt.render(model)
-        return text, model.text().encode_chat(text)
+        answer = replace(generation, grammar=None) if prompt.forces_call else relax_grammar(generation)
+        return text, model.text().encode_chat(text), answer, prompt.grammar(model, answer.grammar, text)
 
-    text, ids = await run_in_threadpool(render)
-    generation = await apply_grammar(generation, prompt.grammar(model, generation.grammar, text), model)
+    text, ids, answer, output = await run_in_threadpool(render)
+    generation = await apply_grammar(answer, output.grammar, model, output.not_enforced)
     if model.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
         generation = replace(generation, params=replace(generation.params, skip_special_tokens=False))
     ids = truncate_prompt(ids, truncate, generation, model)

@@ -60,7 +60,10 @@ def secure(
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-quire-request-id", "request-id", "retry-after", "retry-after-ms"],
+            expose_headers=[
+                *("x-request-id", "x-quire-request-id", "request-id", "retry-after", "retry-after-ms"),
+                "x-quire-warning",
+            ],
         )
     return RequestLogger(app, guarded, access, RouteNames(patterns(app.routes)), observers)
 
@@ -93,7 +96,8 @@ class RequestLogger:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+                warning = [] if context.warning is None else [(b"x-quire-warning", context.warning.encode("ascii"))]
+                message = {**message, "headers": [*message.get("headers", ()), *headers, *warning]}
             elif not message.get("more_body", False):
                 context.complete = True
             await send(message)

@@ -49,6 +49,7 @@ class RequestContext:
     num_completion_tokens: int | None = None
     priority: int | None = None  # from its headers
     timeout_s: float | None = None
+    warning: str | None = None  # for a header of the response
     status: int | None = None  # once the response has begun
     complete: bool = False
     failed: bool = False  # by an internal error, whatever status was sent before it

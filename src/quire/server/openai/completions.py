@@ -23,8 +23,8 @@ from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
 from quire.server.request.params import (
     GenerationRequest,
-    apply_grammar,
     completion_generation,
+    constrain,
     prompt_list,
     truncate_prompt,
 )
@@ -51,7 +51,7 @@ async def completions(state: ServerState, request: Request) -> Response:
     model.check_model(body.model)
     with rename_error_params(_PARAM_NAMES):
         generation = completion_generation(body, model)
-        generation = await apply_grammar(generation, generation.grammar, model)
+        generation = await constrain(generation, model)
         prompts = await run_in_threadpool(_prompts, body, generation, model)
         token_text = TokenText(model.tokenizer, as_ids=generation.tokens_as_ids)
         response = CompletionResponse(ChunkHeader(model.name, "cmpl"), prompts, generation, token_text)

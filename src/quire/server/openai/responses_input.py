@@ -196,7 +196,9 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     name, schema = text_format.name, text_format.schema
     if text_format.type == "json_schema":
-        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=name, schema=schema))
+        return ResponseFormat(
+            type="json_schema", json_schema=NamedSchema(name=name, schema=schema, strict=text_format.strict)
+        )
     return ResponseFormat(type=text_format.type, schema=schema)
 
 

@@ -6,6 +6,7 @@ Also the list of prompts in a body, prompt truncation, and the clamp of max_toke
 from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
+from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
@@ -13,8 +14,9 @@ from quire.core.validation import check_count, check_int
 from quire.engine.request_options import RequestOptions
 from quire.server.context import ServedModel
 from quire.server.http.errors import rename_error_params
+from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.request.schema import ChatBody, CompletionBody, SamplingBody
-from quire.server.request.structured_output import grammar_of
+from quire.server.request.structured_output import RequestedGrammar, grammar_of, relaxed
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
@@ -25,6 +27,7 @@ _SAMPLING = tuple(
     if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
 )
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_WARNING_CHARACTERS = 1000  # proxies accept at least 4 KiB of headers
 _OPTIONS = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
 
 
@@ -36,6 +39,8 @@ class GenerationRequest:
     options: RequestOptions
     grammar: Grammar | None
     stream: bool
+    is_strict: bool = False  # the schema of the answer is refused if part of it cannot be enforced
+    not_enforced: tuple[str, ...] = ()  # keywords of that schema which the grammar leaves out
     grammar_field: str = "response_format"  # the body field that the grammar came from
     include_usage: bool = False
     continuous_usage: bool = False
@@ -99,11 +104,13 @@ def _generation(
             "stream_options.continuous_usage_stats requires include_usage: true beside it.",
             param="stream_options.continuous_usage_stats",
         )
+    requested = grammar_of(body)
     return GenerationRequest(
         params=SamplingParams(**params),
         options=RequestOptions(**request_options),
-        grammar=grammar_of(body),
+        grammar=requested.grammar,
         stream=stream,
+        is_strict=requested.is_strict,
         grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",
         include_usage=include_usage,
         continuous_usage=continuous,
@@ -113,12 +120,34 @@ def _generation(
     )
 
 
+def relax_grammar(generation: GenerationRequest) -> GenerationRequest:
+    """The request with what can be enforced of its schema. Slow for a large schema: call it on a thread."""
+    grammar, _, not_enforced = relaxed(
+        RequestedGrammar(generation.grammar, is_strict=generation.is_strict), generation.grammar_field
+    )
+    return replace(generation, grammar=grammar, not_enforced=not_enforced)
+
+
+async def constrain(generation: GenerationRequest, model: ServedModel) -> GenerationRequest:
+    """The request constrained by its own grammar."""
+    if generation.grammar is None:
+        return generation
+    generation = await run_in_threadpool(relax_grammar, generation)
+    return await apply_grammar(generation, generation.grammar, model)
+
+
 async def apply_grammar(
-    generation: GenerationRequest, grammar: Grammar | None, model: ServedModel
+    generation: GenerationRequest, grammar: Grammar | None, model: ServedModel, not_enforced: tuple[str, ...] = ()
 ) -> GenerationRequest:
-    """The request constrained by a grammar, which is compiled first: an invalid one is refused here."""
+    """The request constrained by a grammar, which is compiled first: an invalid one is refused here.
+
+    What the grammar does not enforce, beside the request's own, is named in the warning of the response.
+    """
     if grammar is None:
         return generation
+    not_enforced = (*generation.not_enforced, *not_enforced)
+    if not_enforced and (context := CURRENT_CONTEXT.get()) is not None:
+        context.warning = _warning(not_enforced)
     field = "tools" if generation.grammar is None else generation.grammar_field
     if model.constrainer is None:
         raise InvalidParameter("The output of this model cannot be constrained.", param=field)
@@ -128,6 +157,16 @@ async def apply_grammar(
         if grammar != generation.grammar:
             await model.constrainer.check(grammar, "tools")
         return replace(generation, grammar=grammar, params=replace(generation.params, grammar=grammar))
+
+
+def _warning(not_enforced: tuple[str, ...]) -> str:
+    """The value of a header: ASCII, and short enough for every client."""
+    num_shown, length = 0, 0
+    while num_shown < len(not_enforced) and length < _WARNING_CHARACTERS:
+        length += len(not_enforced[num_shown]) + 2
+        num_shown += 1
+    more = f" and {len(not_enforced) - num_shown} more" if num_shown < len(not_enforced) else ""
+    return f"not enforced: {', '.join(not_enforced[:num_shown])[:_WARNING_CHARACTERS]}{more}"
 
 
 def keeps_start(side: str | None) -> bool:

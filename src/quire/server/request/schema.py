@@ -150,6 +150,7 @@ class NamedSchema(Struct, kw_only=True):
 
     name: str | None = None
     schema: Json = None
+    strict: bool | None = None
 
 
 class ResponseFormat(Struct, kw_only=True):

@@ -1,9 +1,15 @@
-"""Structured output: `response_format` and `structured_outputs` of a request as one `Grammar`. Compiles nothing."""
+"""Structured output: `response_format` and `structured_outputs` of a request as one `Grammar`. Compiles nothing.
+
+A JSON schema that is not `strict` is relaxed to what can be enforced; the response names the rest in a header.
+"""
+
+from typing import NamedTuple
 
 import msgspec
 
-from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError, shown
 from quire.core.sampling import Grammar, GrammarKind
+from quire.grammar.relaxed_schema import relax_schema
 from quire.server.request.decode import MAX_DEPTH, nests_deeper
 from quire.server.request.schema import Json, ResponseFormat, SamplingBody, StructuredOutputs
 
@@ -17,7 +23,15 @@ _NOT_SERVED = {
 }
 
 
-def grammar_of(body: SamplingBody) -> Grammar | None:
+class RequestedGrammar(NamedTuple):
+    """A grammar, and the keywords of the client's schema that it does not enforce."""
+
+    grammar: Grammar | None
+    is_strict: bool = False
+    not_enforced: tuple[str, ...] = ()
+
+
+def grammar_of(body: SamplingBody) -> RequestedGrammar:
     """The grammar of a body; None if the output is unconstrained."""
     formatted = None if body.response_format is None else _response_format_grammar(body.response_format)
     structured = None if body.structured_outputs is None else _structured_grammar(body.structured_outputs)
@@ -26,7 +40,24 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
             "response_format and structured_outputs both constrain the output; use one of them.",
             param="structured_outputs",
         )
-    return formatted or structured
+    named = None if body.response_format is None else body.response_format.json_schema
+    return RequestedGrammar(formatted or structured, is_strict=named is not None and named.strict is True)
+
+
+def relaxed(requested: RequestedGrammar, param: str) -> RequestedGrammar:
+    """A schema that is not strict, without what cannot be enforced. Slow for a large schema: call it on a thread."""
+    grammar = requested.grammar
+    if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA or requested.is_strict:
+        return requested
+    try:
+        schema, dropped = relax_schema(msgspec.json.decode(grammar.text))
+    except InvalidGrammar as error:
+        error.param = param
+        raise
+    text = msgspec.json.encode(schema).decode()
+    return requested._replace(
+        grammar=Grammar(grammar.kind, text), not_enforced=tuple(f"schema{where}" for where in dropped)
+    )
 
 
 def _response_format_grammar(response_format: ResponseFormat) -> Grammar | None:

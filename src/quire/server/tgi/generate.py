@@ -22,7 +22,7 @@ from quire.server.http.errors import rename_error_params, reply_to
 from quire.server.http.sse import Events, client_error, finite, json_response, stream, until_disconnect
 from quire.server.prompt_group import submit
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, apply_grammar, completion_generation, truncate_prompt
+from quire.server.request.params import GenerationRequest, completion_generation, constrain, truncate_prompt
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
@@ -294,7 +294,7 @@ async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> 
     model = state.model
     completion = as_completion(body, stream=streaming)
     generation = completion_generation(completion, model)
-    generation = await apply_grammar(generation, generation.grammar, model)
+    generation = await constrain(generation, model)
     ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, model)
     response = TgiResponse(body.inputs, ids, body.parameters or TgiParameters(), model.text())
     return submit(state.engine, ids, generation, streaming=streaming), response

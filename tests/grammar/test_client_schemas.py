@@ -1,0 +1,179 @@
+"""Schemas as clients send them: all are accepted where nothing is strict, and what is kept of them is enforced."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.core.errors import InvalidGrammar
+from quire.core.sampling import Grammar, GrammarKind
+from quire.grammar import limits
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.json_schema import check_schema
+from quire.grammar.relaxed_schema import relax_schema
+from quire.server.model_format import ModelFormat, ToolChoice
+from tests.grammar.client_models import Schema, model_schemas
+from tests.grammar.writer import write
+
+DATA = json.loads((Path(__file__).parent / "client_schemas.json").read_text(encoding="utf-8"))
+CORPUS: dict[str, tuple[Schema, object]] = {
+    **model_schemas(),
+    **{f"{entry['client']}: {entry['name']}": (entry["schema"], entry["answer"]) for entry in DATA},
+}
+NUM_ANSWERS = 2
+DRAFT = jsonschema.Draft202012Validator
+
+
+def as_grammar(schema: Schema) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    matcher = compiler.compile(grammar).matcher()
+    taken = all(matcher.advance(token) for token in compiler.vocabulary.tokens.tokenize_str(text))
+    return taken and matcher.may_end
+
+
+def test_the_corpus_is_large() -> None:
+    assert len(CORPUS) >= 58
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_clients_schema_is_accepted_and_what_is_kept_is_enforced(compiler: GrammarCompiler, name: str) -> None:
+    schema, answer = CORPUS[name]
+    relaxed = relax_schema(schema)
+    assert relax_schema(relaxed.schema).not_enforced == []
+    grammar = as_grammar(relaxed.schema)
+    assert accepts(compiler, grammar, json.dumps(answer, ensure_ascii=False)), "never tighter than the schema"
+    validator = DRAFT(relaxed.schema, format_checker=DRAFT.FORMAT_CHECKER)
+    assert validator.is_valid(answer)
+    answers = [write(compiler, grammar, seed, 200) for seed in range(NUM_ANSWERS)]
+    for written in (text for text in answers if text is not None):
+        errors = [error.message for error in validator.iter_errors(json.loads(written))]
+        assert not errors, (written, errors)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, answer) in CORPUS.items() if isinstance(answer, dict)])
+def test_a_forced_call_takes_a_clients_schema(compiler: GrammarCompiler, name: str) -> None:
+    schema, answer = CORPUS[name]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar, _ = ModelFormat().call_grammar(tools, ToolChoice("required"), parallel=False, prompt="")
+    assert grammar is not None
+    call = '<tool_call>\n{"name": "f", "arguments": ' + json.dumps(answer, ensure_ascii=False) + "}\n</tool_call>"
+    assert accepts(compiler, grammar, call)
+
+
+STRING = {"type": "string"}
+DROPPED: list[tuple[Schema, list[str], str]] = [  # a schema, what is dropped, a value that the schema allows
+    ({"not": {"type": "null"}}, ["#/not"], "1"),
+    ({"if": {}, "then": {"type": "null"}, "else": False}, ["#/if", "#/then", "#/else"], "null"),
+    ({"type": "array", "uniqueItems": True, "contains": {"const": 1}, "minContains": 1},
+     ["#/uniqueItems", "#/contains", "#/minContains"], "[1]"),
+    ({"type": "object", "properties": {"ä/~ b": {"format": "zip", **STRING}}},
+     ["#/properties/%C3%A4~1~0%20b/format"], '{"ä/~ b": "x"}'),
+    ({"oneOf": [{"type": "integer"}, {"type": "number", "not": {"const": 1}}]}, ["#/oneOf", "#/anyOf/1/not"], "2.5"),
+    ({"type": "object", "patternProperties": {"^(?!a)": STRING}, "additionalProperties": False},
+     ["#/patternProperties"], '{"b": "x"}'),
+    ({"$ref": "https://example.com/other.json"}, ["#/$ref"], "[]"),
+    ({"$ref": "#/$defs/gone"}, ["#/$ref"], "[]"),
+    ({"items": {"$ref": "#/not/gone"}, "not": {"gone": {}}}, ["#/not", "#/items/$ref"], "[1]"),
+    ({"type": "object", "minProperties": 3}, ["#/minProperties"], '{"a": 1, "b": 2, "c": 3}'),
+    ({"type": "number", "multipleOf": 1e-12}, ["#/multipleOf"], "0.5"),
+    ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, ["#/allOf/0/multipleOf", "#/allOf/1/multipleOf"], "988027"),
+    ({"allOf": [{"pattern": f"a.{{{place}}}b"} for place in range(9)]},
+     [f"#/allOf/{place}/pattern" for place in range(9)], '"ab"'),
+    ({"type": "string", "pattern": "(a)\\1"}, ["#/pattern"], '"aa"'),
+    ({"type": "integer", "minimum": -(2**63)}, ["#/minimum"], "-5"),
+    ({"x-guidance": {"lenient": True}, "type": "null"}, ["#/x-guidance"], "null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "dropped", "value"), DROPPED, ids=lambda value: str(value)[:40])
+def test_what_is_dropped_is_listed_and_nothing_more_is_forbidden(
+    compiler: GrammarCompiler, schema: Schema, dropped: list[str], value: str
+) -> None:
+    relaxed = relax_schema(schema)
+    assert relaxed.not_enforced == dropped
+    assert accepts(compiler, as_grammar(relaxed.schema), value)
+
+
+KEPT: list[tuple[Schema, str, str]] = [  # a schema of another dialect, a value it allows, one that it does not
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
+    ({"type": "integer", "maximum": 3, "exclusiveMaximum": False}, "3", "4"),
+    ({"type": "string", "nullable": True, "maxLength": 1}, "null", '"ab"'),
+    ({"type": "string", "nullable": False}, '"a"', "null"),
+    ({"type": "string", "enum": ["a"], "nullable": True}, "null", '"b"'),
+    ({"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "nullable": True}, "null", '"a"'),
+    ({"const": 3, "type": "integer", "nullable": True}, "null", "4"),
+    ({"type": "string", "maxLength": 1, "pattern": None, "enum": None, "default": None}, '"a"', '"ab"'),
+    ({"$id": "T", "type": "array", "items": {"$ref": "T"}}, "[[]]", "[1]"),
+    ({"$defs": {"a": {"$anchor": "b", "type": "null"}}, "$ref": "#b"}, "null", "1"),
+    ({"$id": "https://x/y#", "$defs": {"a": {"type": "null"}}, "$ref": "https://x/y#/$defs/a"}, "null", "1"),
+    ({"$defs": {"List[int]": {"type": "null"}}, "$ref": "#/$defs/List[int]"}, "null", "1"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 1}, "1", "2"),
+    ({"items": {"$schema": "http://json-schema.org/draft-04/schema#", "const": 1}}, "[1]", "[2]"),
+    ({"type": "string", "format": "uuid4"}, '"0f0e6a4e-8f0c-4b1e-9d3c-2f7a1b5c6d7e"',
+     '"0f0e6a4e-8f0c-1b1e-9d3c-2f7a1b5c6d7e"'),
+    ({"type": "string", "format": "password"}, '"x"', "1"),
+    ({"type": "string", "pattern": "^\\p{L}+$"}, '"ä"', '"1"'),
+    ({"type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}}, "[1, 2]", "[1, 1]"),
+    ({"type": "array", "items": [{"const": 1}, {"$ref": "#/items/0"}], "additionalItems": False}, "[1, 1]", "[1, 2]"),
+    ({"$defs": {"a": {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]},
+                "b": {"type": "object", "properties": {"k": {"enum": ["b", "c"]}}, "required": ["k"]}},
+      "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}]}, '{"k": "c"}', '{"k": "d"}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), KEPT, ids=lambda value: str(value)[:40])
+def test_other_dialects_are_enforced_as_they_mean_it(
+    compiler: GrammarCompiler, schema: Schema, right: str, wrong: str
+) -> None:
+    assert relax_schema(schema).not_enforced == []
+    for grammar in (as_grammar(schema), as_grammar(relax_schema(schema).schema)):
+        assert accepts(compiler, grammar, right) and not accepts(compiler, grammar, wrong)
+
+
+OVERLAPPING: list[list[Any]] = [
+    [{"type": "integer"}, {"type": "number"}],
+    [{"const": 1}, {"enum": [1.0, 2]}],
+    [{"required": ["a"]}, {"required": ["b"]}],
+    [{"type": "object", "properties": {"k": {"const": "a"}}}, {"type": "object", "properties": {"k": {"const": "b"}}}],
+    [{"type": "object", "properties": {"k": STRING}, "required": ["k"]},
+     {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]}],
+    [{"$ref": "#"}, {"type": "null"}],
+    [True, {"type": "null"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("branches", OVERLAPPING, ids=str)
+def test_branches_that_may_overlap_are_told(branches: list[Any]) -> None:
+    assert relax_schema({"oneOf": branches}).not_enforced == ["#/oneOf"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        7,
+        {"anyOf": [7]},
+        {"properties": {f"p{place}": {} for place in range(limits.SCHEMA_PROPERTIES + 1)}},
+        {"enum": [[]] * limits.SCHEMA_NODES},
+        {"const": "x" * limits.SCHEMA_BYTES},
+        {"properties": {"x" * limits.SCHEMA_BYTES: {}}},
+        {"multipleOf": 0},
+    ],
+    ids=lambda schema: str(schema)[:30],
+)
+def test_what_is_no_schema_or_too_large_is_refused_where_nothing_is_strict(schema: object) -> None:
+    with pytest.raises(InvalidGrammar):
+        relax_schema(schema)
+
+
+def test_a_schema_is_not_changed() -> None:
+    schema = {"type": "string", "nullable": True, "not": {}, "oneOf": [{}], "$id": "x", "minLength": None}
+    before = json.dumps(schema)
+    relax_schema(schema)
+    with pytest.raises(InvalidGrammar):
+        check_schema(schema)
+    assert json.dumps(schema) == before
