@@ -15,12 +15,12 @@ SANITIZED := $(foreach name,attention copy_blocks decode_inputs decode_schedule 
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_hopper_gemm_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
-.PHONY: serve docs test test-long test-gpu sanitize test-clients test-mutants test-chaos lint clean
+.PHONY: serve docs test test-long test-gpu sanitize test-clients test-mutants test-chaos test-attack lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
-SUITE := tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients
+SUITE := tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/attack --ignore=tests/clients
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(SUITE) $(WORKERS) $(ARGS)
@@ -50,6 +50,10 @@ test-mutants: $(VENV)/.test
 # Chaos tests: kills, many clients and overload against the real server, with a table of figures at the end; some minutes.
 test-chaos: $(VENV)/.test
 	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
+
+# Attacks on the real server: grammar bombs, floods, bodies that never end, readers that never read, malformed requests.
+test-attack: $(VENV)/.test
+	$(BIN)/python -m pytest tests/attack -s $(ARGS)
 
 # The documentation as a site in site/; a broken link or a page outside the navigation is an error.
 docs: $(VENV)/.docs

@@ -72,10 +72,15 @@ class Running:
 
     @property
     def engine_pid(self) -> int:
-        """Its one child."""
-        pid = self.process.pid
-        [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        """The engine process among its children."""
+        [engine] = self.children("quire.engine.engine_main")
+        return engine
+
+    def children(self, module: str) -> list[int]:
+        """The children that run a module."""
+        listed = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")]
+        pids = [pid for pids in listed for pid in pids.split()]
+        return [int(pid) for pid in pids if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @property
     def resident_bytes(self) -> int:

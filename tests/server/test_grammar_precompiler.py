@@ -17,7 +17,6 @@ from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError
 from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
 from quire.server.grammar_precompiler import CompilersBusy, CompileWorker, FairSlots, GrammarPrecompiler
-from quire.server.http.auth import Identity
 from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.text.tokenizer import Tokenizer
 from tests.grammar.conftest import byte_fallback as byte_fallback
@@ -155,7 +154,7 @@ def regex(text: str) -> Grammar:
 
 
 async def check_as(name: str, precompiler: GrammarPrecompiler, text: str) -> None:
-    CURRENT_CONTEXT.set(RequestContext("0", 0.0, identity=Identity(name)))
+    CURRENT_CONTEXT.set(RequestContext("0", 0.0, client=name))
     await precompiler.check(regex(text), "structured_outputs")
 
 

@@ -26,8 +26,9 @@ from quire.grammar.vocabulary import GrammarVocabulary, TokenSpelling
 
 # Outputs that are followed to try out a grammar, and tokens of each; within some CPU time, as masks may be slow.
 _NUM_OUTPUTS = 6
-_NUM_TOKENS = 24
-_TRIAL_CPU_S = 0.3
+_NUM_TOKENS = 48
+_TRIAL_CPU_S = 0.4
+_MAX_SLOW = 1  # tokens that may take longer than the first: a virtual machine charges for time it did not get
 _CLOSING = ('"', "}", "]", ",", ":", '":', '",', "0", "1")  # taken half the time, so that JSON's parts end
 _LOWER_PRIORITY = 10  # the engine and the server come first
 
@@ -108,16 +109,21 @@ def _try_out(compiled: CompiledGrammar) -> None:
     chance = random.Random(0)
     mask = np.zeros(vocabulary.num_words, np.int32)
     begun_s = time.thread_time()
+    num_slow = 0
     for _ in range(_NUM_OUTPUTS):
         matcher = compiled.matcher()
         for _ in range(_NUM_TOKENS):
             if matcher.stopped or time.thread_time() - begun_s > _TRIAL_CPU_S:
                 break
+            token_s = time.thread_time()
             if not matcher.fill_mask(mask):
                 raise GrammarFailed()
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             likely = np.intersect1d(allowed, closing)
             if not matcher.advance(int(chance.choice(likely if len(likely) and chance.random() < 0.5 else allowed))):
+                raise GrammarFailed()
+            num_slow += time.thread_time() - token_s > limits.FIRST_MASK_CPU_S
+            if num_slow > _MAX_SLOW:
                 raise GrammarFailed()
 
 

@@ -188,6 +188,7 @@ class AdmittedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        context.client = client_name(context.identity, scope.get("client"))
         context.priority = _whole_number(scope, _PRIORITY)
         context.timeout_s = _number(scope, _TIMEOUT)
         token = CURRENT_CONTEXT.set(context)

@@ -206,7 +206,7 @@ class GrammarPrecompiler:
 
     async def _compile(self, grammar: Grammar) -> None:
         context = CURRENT_CONTEXT.get()
-        client = "" if context is None else context.identity.name
+        client = "" if context is None else context.client
         try:
             await asyncio.wait_for(self._slots.acquire(client), self._patience_s)
         except TimeoutError as error:

@@ -1,0 +1,80 @@
+"""Hostile grammars of one tenant beside ordinary requests of another."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from tests.attack.bombs import lark_bomb, regex_bomb, schema_bomb
+from tests.attack.conftest import HOSTILE, INNOCENT
+from tests.chaos.conftest import Report
+from tests.chaos.test_long import percentile
+from tests.server.many_clients import RawResponse, fetch, request
+from tests.server.scripted_servers import completion_body
+from tests.server.server_process import Running
+
+NUM_BOMBS = 150
+NUM_HOSTILE = 4  # clients at a time
+
+
+def bomb(chance: random.Random) -> dict[str, object]:
+    kind = chance.randrange(4)
+    if kind == 0:
+        return {"structured_outputs": {"regex": regex_bomb(chance)}}
+    if kind == 1:
+        return {"structured_outputs": {"grammar": lark_bomb(chance)}}
+    schema = json.loads(schema_bomb(chance))
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema, "strict": True}}
+    }
+
+
+def ordinary(number: int) -> dict[str, object]:
+    """A schema that was not compiled before."""
+    schema = {"type": "object", "properties": {f"field{number}": {"type": "integer"}}, "required": [f"field{number}"]}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "plain", "schema": schema}}}
+
+
+class Attack:
+    """What the hostile and the innocent clients received."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._chance = random.Random(20)
+        self.hostile: list[RawResponse] = []
+        self.innocent: list[RawResponse] = []
+
+    async def run(self) -> None:
+        clients = [asyncio.create_task(self._attack()) for _ in range(NUM_HOSTILE)]
+        number = 0
+        while not all(client.done() for client in clients):
+            for fields in (ordinary(number), {}):
+                sent = request(completion_body("hi", max_tokens=20, **fields), headers=INNOCENT)
+                self.innocent.append(await fetch(self._port, sent))
+            number += 1
+        await asyncio.gather(*clients)
+
+    async def _attack(self) -> None:
+        for _ in range(NUM_BOMBS // NUM_HOSTILE):
+            sent = request(completion_body("hi", max_tokens=40, **bomb(self._chance)), headers=HOSTILE)
+            self.hostile.append(await fetch(self._port, sent))
+
+
+@pytest.mark.timeout(1800)
+def test_grammar_bombs(server: Running, report: Report) -> None:
+    engine, before_bytes, began_s = server.engine_pid, server.resident_bytes, time.monotonic()
+    attack = Attack(server.port)
+    asyncio.run(attack.run())
+    statuses = Counter(each.status for each in attack.hostile)
+    grown = server.resident_bytes - before_bytes
+    report(f"{len(attack.hostile)} grammar bombs: statuses", dict(sorted(statuses.items())))
+    report("slowest answer to a bomb, s", round(max(each.seconds for each in attack.hostile), 2))
+    report("meanwhile requests of another tenant, half with a new schema", len(attack.innocent))
+    report("  their p50 and p99, s", [round(percentile([r.seconds for r in attack.innocent], p), 3) for p in (50, 99)])
+    report("  in all, s; front's memory, MiB more", (round(time.monotonic() - began_s), grown >> 20))
+    assert set(statuses) <= {200, 400, 503}, "503: all compilers were busy, with its own bombs"
+    assert {each.status for each in attack.innocent} == {200}
+    assert server.engine_pid == engine and grown < 64 << 20
