@@ -9,6 +9,7 @@ import pytest
 
 import quire
 from quire.core.ids import BlockId, IntArray, RequestId, Row
+from quire.core.moves import Tier
 from quire.core.request import BlockOwner
 from quire.kv.manager import KVManager, count_blocks
 
@@ -33,11 +34,23 @@ def test_other_packages_import_the_manager_and_the_tree_alone() -> None:
         line for path in package.rglob("*.py") if path.parent.name != "kv" for line in path.read_text().splitlines()
     ]
     imported = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) quire\.kv\.(\w+)", line))}
-    assert imported == {"manager", "radix_tree"}
+    assert imported == {"manager", "radix_tree", "tree_checks"}  # the last for `quire check`
 
 
 def test_blocks_are_counted_upwards() -> None:
     assert [count_blocks(n, 16) for n in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
+
+
+def test_a_block_evicted_for_a_partial_hit_on_the_host_is_not_demoted_over_it() -> None:
+    kv = KVManager(2, 4, 2, num_host_blocks=1)
+    filled(kv, [1, 2, 3, 4])
+    filled(kv, [11, 12, 13, 14, 15, 16, 17, 18])
+    assert len(kv.take_moves()) == 1, "the first is on the host"
+    match = kv.match(ME, ids([1, 2, 3, 9]), 3)
+    assert match is not None and kv.num_found(match) == 3
+    assert kv.open(Row(1), ME, match, 1) == 3
+    (move,) = kv.take_moves()
+    assert move.src.tier is Tier.HOST and move.dst.block == kv.tables.last(Row(1))
 
 
 def test_a_hit_shares_whole_blocks_and_copies_the_partial_one() -> None:

@@ -1,5 +1,6 @@
 """The prefix tree by hand-computed examples. tests/kv/test_radix_machine.py holds it against an obvious model."""
 
+import numpy as np
 import pytest
 
 from quire.core.moves import Place, Tier
@@ -162,6 +163,18 @@ def test_a_conflict_keeps_both_copies() -> None:
     bench.pool.release(theirs)
     bench.tree.offer(second.node)
     bench.drop(mine, first.node)
+
+
+def test_a_conflict_in_the_middle_of_a_node_ends_at_the_last_shared_block() -> None:
+    """Siblings share two blocks, and each wrote the same tokens to a third of its own."""
+    bench = TreeBench()
+    mine, _ = bench.hold(ids(*range(12)))
+    bench.pool.share(mine[:2])
+    theirs = np.concatenate([mine[:2], bench.pool.take(1)])
+    inserted = bench.tree.insert(bench.tree.root(""), ids(*range(12)), theirs, MINE)
+    assert inserted.conflict and inserted.num_adopted == 0
+    assert inserted.node.blocks.tolist() == mine[:2].tolist()
+    bench.audit()
 
 
 def test_a_table_that_stays_adopts_nothing_below_a_conflict() -> None:

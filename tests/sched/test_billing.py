@@ -299,3 +299,16 @@ def test_recomputed_tokens_of_siblings_are_counted() -> None:
             known = [3 + len(bench.emitted[sequence.id]) for sequence in sequences]
             again += known[0] - 1 + known[1] - 1 - 2
     assert again and bench.scheduler.counters.recomputed_tokens == again
+
+
+def test_a_row_preempted_in_the_step_of_its_grant_does_not_pay_for_the_block() -> None:
+    """All three need a block in step 5, and there are two. The second gets one, and is then preempted for the third."""
+    bench = Bench(blocks=9, rows=3)
+    bench.add(counting(1, 4), 9, tenant="first")
+    victim = bench.add(counting(20, 4), 9, tenant="victim")
+    bench.add(counting(40, 8), 9, tenant="third")
+    bench.turns(6)
+    assert victim.group.num_preemptions == 1 and victim.row is None
+    prompt, output = 4 * 1.0 + 2.0 + 0.04, 4 * (2.0 + 2 * 0.04)
+    assert state_of(bench.scheduler).shares.total("victim") == pytest.approx(prompt + output)
+    bench.run()

@@ -169,3 +169,16 @@ def test_a_row_is_preempted_while_it_waits_for_its_mask() -> None:
     for sequence in bench.sequences:
         assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
     assert bench.scheduler.counters.recomputed_tokens == 3
+
+
+def test_a_row_that_waits_for_its_mask_uses_no_budget() -> None:
+    bench = GrammarBench(depth=1, num_blocks=20, max_rows=2, max_step_tokens=4)
+    bench.add(0, [1], 9, masked=True)
+    bench.add(1, list(range(17)), 1, masked=False)
+    computed = []
+    for _ in range(4):
+        before = bench.scheduler.counters.computed_tokens
+        bench.turn()
+        computed.append(bench.scheduler.counters.computed_tokens - before)
+    assert computed == [4, 4, 4, 4], "3 tokens of the prompt beside the row, and 4 while it waits"
+    bench.run()

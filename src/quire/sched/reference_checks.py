@@ -1,9 +1,9 @@
 """Slow references beside the fast parts of a scheduler, compared at every call. For `quire check`.
 
 Each class is the shipped one with its contract checked: the virtual clocks of tenants, the order of the queue against a
-scan of all waiting groups (so starvation across classes, tenants and lanes is seen where it begins), matches against a
-scan of all cached paths of the partition, evictions against a scan of all leaves. The references share no state with
-the fast paths.
+scan of all waiting groups (so starvation across classes, tenants and lanes is seen where it begins), the order of
+followers, searches for victims that are skipped. The references share no state with the fast paths. `kv/tree_checks.py`
+does the same for the prefix tree.
 """
 
 from collections import Counter
@@ -14,14 +14,10 @@ from math import inf, isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import IntArray
-from quire.core.moves import Tier
-from quire.core.request import BlockOwner, RequestGroup
-from quire.kv.block_pool import BlockPool
-from quire.kv.eviction import EvictionQueue
-from quire.kv.radix_node import TOKEN_BYTES, Node, encode
-from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
+from quire.core.request import RequestGroup
+from quire.kv.tree_checks import add_tree_checks
 from quire.sched.fairness import Billing, WeightedFairShares
+from quire.sched.preemption import Preemption, choose_for_class
 from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import OrderPolicy, WaitingQueue
 from quire.sched.scheduler import Scheduler
@@ -35,8 +31,9 @@ def add_reference_checks(scheduler: Scheduler) -> None:
     state.billing = Billing(state.shares, scheduler.max_rows)
     state.waiting = _CheckedQueue(scheduler.policy.order, state.shares)
     state.inflight_prefixes = _CheckedPrefixes(kv.block_size)
-    if kv.tree is not None:
-        kv.tree = _CheckedTree(kv.block_size, kv.pool, kv.host)
+    preemption = _CheckedPreemption(state)
+    scheduler._admission._preemption = scheduler._batcher._preemption = preemption
+    add_tree_checks(kv)
 
 
 def service_totals(scheduler: Scheduler, tenants: Iterable[str]) -> list[float]:
@@ -150,6 +147,22 @@ class _CheckedQueue(WaitingQueue):
         return [first, *other] if first[2] else [first]
 
 
+class _CheckedPreemption(Preemption):
+    """A search for victims that is skipped would find none."""
+
+    __slots__ = ()
+
+    def _failed_before(self, group: RequestGroup, shortage: int) -> bool:
+        failed = super()._failed_before(group, shortage)
+        if failed:
+            lower = [each for each in self._candidates() if each.group.request.priority > group.request.priority]
+            free = [each for each in lower if self._is_preemptible(each.group)]
+            num_rows = len(group.unfinished) - self._state.rows.num_free
+            found = choose_for_class(free, num_rows, shortage, self._state.num_freed) if free else ()
+            assert not found, f"{group} waits, and {found} could be preempted for it"
+        return failed
+
+
 class _CheckedPrefixes(InflightPrefixes):
     """Followers are requeued by class, none is left behind."""
 
@@ -165,87 +178,3 @@ class _CheckedPrefixes(InflightPrefixes):
         for leader, goals in self._parked.items():
             assert leader in self._start_of, f"{goals} wait for {leader}, which computes nothing"
         return taken
-
-
-class _CheckedEvictionQueue(EvictionQueue):
-    """The next leaf to evict, by a scan of the tree."""
-
-    __slots__ = ("_blocks", "_tree", "_where")
-
-    def __init__(self, tier: Tier, pool: BlockPool, tree: RadixTree) -> None:
-        super().__init__(tier, pool)
-        self._where = tier
-        self._blocks = pool
-        self._tree = tree
-
-    def least(self) -> Node | None:
-        """The least recently used leaf of the lowest class."""
-        leaves = [node for node in self._tree.nodes() if node.tier is self._where and self._ends(node)]
-        return min(leaves, key=lambda node: (-node.priority, node.last_use, node.serial), default=None)
-
-    def first(self) -> Node | None:
-        found = super().first()
-        least = self.least()
-        assert found is least, f"{found} is evicted first, not {least}"
-        return found
-
-    def _ends(self, node: Node) -> bool:
-        below = [child for child in node.children.values() if child.tier is self._where]
-        return not below and self._blocks.is_evictable(node.blocks.item(-1))
-
-
-class _CheckedTree(RadixTree):
-    """Matches and insertions, by the paths and blocks of the whole tree."""
-
-    __slots__ = ("_known", "_paths")
-
-    def __init__(self, block_size: int, pool: BlockPool, host: BlockPool | None = None) -> None:
-        super().__init__(block_size, pool, host)
-        self._queue = _CheckedEvictionQueue(Tier.DEVICE, self._pool, self)
-        self._host_queue = _CheckedEvictionQueue(Tier.HOST, self._host, self)
-        self._known = -1  # the generation of the paths
-        self._paths: dict[str, list[bytes]] = {}  # to each leaf, by partition
-
-    def match(self, partition: str, tokens: IntArray, limit: int) -> PrefixMatch:
-        found = super().match(partition, tokens, limit)
-        assert found.node.partition == partition, f"a request of partition {partition!r} matches {found.node}"
-        if self._known != self.generation:
-            self._known, self._paths = self.generation, {}
-            for node in self.nodes():
-                if not node.children:
-                    self._paths.setdefault(node.partition, []).append(node.path())
-        data = encode(tokens[:limit])
-        longest = max([_common(path, data) for path in self._paths.get(partition, ())], default=0)
-        partial = 0 if found.partial is None else found.partial.num_tokens
-        num_found = found.num_tokens + len(found.host_blocks) * self.block_size + partial
-        assert num_found == longest, f"{num_found} tokens of partition {partition!r} were found, {longest} are cached"
-        return found
-
-    def root(self, partition: str) -> Node:
-        root = super().root(partition)
-        assert root.partition == partition, f"the root of partition {partition!r} is that of {root.partition!r}"
-        return root
-
-    def insert(self, node: Node, tokens: IntArray, blocks: IntArray, owner: BlockOwner) -> Inserted:
-        inserted = super().insert(node, tokens, blocks, owner)
-        end = inserted.node
-        if inserted.conflict and end is not node and len(end.blocks):
-            assert end.blocks.item(-1) in blocks.tolist(), f"an insertion with a conflict ends in another copy: {end}"
-        assert end.last_use == self._clock and end.priority <= owner.priority, f"the inserted {end} is not in use"
-        return inserted
-
-    def touch(self, match: PrefixMatch) -> PrefixMatch:
-        touched = super().touch(match)
-        for node, blocks in ((touched.node, match.blocks), (touched.host_node, match.host_blocks)):
-            if node is not None and len(blocks):
-                assert node.blocks.item(-1) == blocks.item(-1), f"a match of {blocks} ends at {node}"
-                assert node.last_use > self._clock - 2, f"the matched {node} is not in use"
-        return touched
-
-
-def _common(path: bytes, data: bytes) -> int:
-    """Tokens that two paths have in common from their start."""
-    size = min(len(path), len(data))
-    if path[:size] == data[:size]:
-        return size // TOKEN_BYTES
-    return next(at for at in range(size) if path[at] != data[at]) // TOKEN_BYTES

@@ -17,6 +17,7 @@ from quire.core.step import FinishedRow, FinishReason, Masks, Pending, Runner, S
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.invariants import CounterCheck, InFlightWatch, Readable
+from quire.sim.check.scenario import Scenario
 
 
 class FaultyRunner:
@@ -26,10 +27,12 @@ class FaultyRunner:
         self,
         build: Callable[[], Runner],
         scheduler: Scheduler,
-        block_size: int,
+        scenario: Scenario,
         recount: CounterCheck,
         rng: random.Random,
     ) -> None:
+        block_size = scenario.block_size
+        self._depth = scenario.depth
         self._rng = rng
         self._build = build
         self._runner = build()
@@ -78,6 +81,7 @@ class FaultyRunner:
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)
         self.watch.launch(plan)
+        assert self.watch.num_in_flight <= self._depth + 1, f"{self.watch.num_in_flight} steps are in flight"
         self._recount.launch(plan, self.watch.latest)
         self._failed_rows -= set(plan.releases)
         if plan.reset:

@@ -114,6 +114,10 @@ class InFlightWatch:
         return self._in_flight.popleft().reads
 
     @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
     def latest(self) -> dict[Row, _WatchedRead]:
         """What the rows of the step launched last read."""
         return self._in_flight[-1].reads

@@ -85,6 +85,8 @@ class Scenario:
     beams: bool
     embeddings: bool
     grammars: bool
+    prompt_logprobs: bool  # of some requests, which compute their whole prompt
+    repeats: bool  # all prompts begin alike
     end_ids: tuple[int, ...]
     min_tokens: bool
     drains: bool
@@ -98,8 +100,16 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
     policy = scenario.policy
     if chosen % 5 == 0:
         policy = replace(policy, max_waiting_tokens=2 * scenario.max_prompt)
-    scenario = replace(scenario, embeddings=chosen % 4 == 0, grammars=chosen % 3 == 0, policy=policy)
-    return with_contention(scenario, rng) if rng.random() < 0.4 else scenario
+    scenario = replace(
+        scenario,
+        embeddings=chosen % 4 == 0,
+        grammars=chosen % 3 == 0,
+        prompt_logprobs=chosen % 7 == 0,
+        policy=policy,
+    )
+    if rng.random() < 0.4:
+        scenario = with_contention(scenario, rng)
+    return with_copies(scenario) if chosen % 8 == 0 and scenario.max_prompt > 1 else scenario
 
 
 def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
@@ -130,6 +140,8 @@ def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
         beams=rng.random() < 0.3,
         embeddings=False,
         grammars=False,
+        prompt_logprobs=False,
+        repeats=False,
         end_ids=rng.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
         min_tokens=min_tokens,
         drains=rng.random() < 0.1,
@@ -162,6 +174,31 @@ def with_contention(scenario: Scenario, rng: random.Random) -> Scenario:
             max_waiting=None,
             max_waiting_tokens=None,
         ),
+    )
+
+
+def with_copies(scenario: Scenario) -> Scenario:
+    """The same scenario with groups of one prompt, under grammars. Half of them compute the whole prompt.
+
+    Rows then write what the prefix tree has other copies of, which siblings share.
+    """
+    block_size = min(scenario.block_size, 2)
+    return replace(
+        scenario,
+        block_size=block_size,
+        num_blocks=count_blocks(scenario.max_prompt + scenario.max_output, block_size) + 4,
+        max_rows=8,
+        max_step_tokens=15,
+        num_requests=max(scenario.num_requests, 12),
+        arrival_chance=1.0,
+        partitions=("",),
+        groups=True,
+        beams=False,
+        grammars=True,
+        prompt_logprobs=True,
+        repeats=True,
+        end_ids=(),
+        policy=replace(scenario.policy, regime=REGIMES["prefix"], overcommit=Overcommit.OPTIMISTIC, max_waiting=None),
     )
 
 
@@ -219,6 +256,8 @@ def draw_request(rng: random.Random, scenario: Scenario, number: int, now_s: flo
         return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
     if scenario.grammars and beam is None and number % 2 == 0:
         request = replace(request, sampling=replace(request.sampling, masked=True))
+    if scenario.prompt_logprobs and beam is None and number // 2 % 2 == 0:
+        request = replace(request, sampling=replace(request.sampling, num_prompt_logprobs=0))
     fits = num_sequences <= scenario.max_rows and most_blocks(request, scenario.block_size) <= scenario.num_blocks
     return request if fits else _alone(request)
 
@@ -229,9 +268,7 @@ def _alone(request: Request) -> Request:
         id=request.id,
         prompt=request.prompt,
         max_tokens=request.max_tokens,
-        sampling=RowSampling(
-            end_ids=request.sampling.end_ids, min_tokens=request.sampling.min_tokens, masked=request.sampling.masked
-        ),
+        sampling=replace(request.sampling, num_candidates=0),
         partition=request.partition,
         tenant=request.tenant,
         priority=request.priority,
@@ -241,6 +278,8 @@ def _alone(request: Request) -> Request:
 
 def _draw_prompt(rng: random.Random, scenario: Scenario, past: IntArray | None) -> IntArray:
     length = rng.randint(1, scenario.max_prompt)
+    if scenario.repeats:
+        return scenario.shared_prefix[: max(length, scenario.max_prompt - 2)]
     known = past if past is not None else scenario.shared_prefix
     num_shared = rng.choice((0, rng.randint(0, length), length))
     fresh = [rng.randrange(VOCAB_SIZE) for _ in range(length - min(num_shared, len(known)))]

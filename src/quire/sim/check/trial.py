@@ -47,13 +47,12 @@ class CheckRun:
         add_reference_checks(self.scheduler)
         self._recounted = CounterCheck(self.scheduler)
         losses = random.Random(int(scenario.shared_prefix.sum()))  # of its own: old seeds keep their scenarios
-        self._faulty = FaultyRunner(
-            lambda: make_runner(scenario), self.scheduler, scenario.block_size, self._recounted, losses
-        )
+        self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario, self._recounted, losses)
         self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s, self._masks)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
+        self._begun: set[RequestId] = set()  # requests whose first output was reported
         self._past: list[IntArray] = []
         self._num_arrived = 0
         self._num_moved = 0
@@ -305,6 +304,7 @@ class CheckRun:
     # Outputs.
 
     def _receive(self, absorbed: StepOutput) -> None:
+        self._note_first_tokens(absorbed)
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             expected = self._expected[SequenceId(number)]
             assert expected.num_terminal == 0, f"sequence {number} emitted after its end"  # I11
@@ -325,6 +325,15 @@ class CheckRun:
             self._terminate(sequence)
         if absorbed.finished:
             self._forget_finished()
+
+    def _note_first_tokens(self, absorbed: StepOutput) -> None:
+        """The first output of a request is reported once, with the step that brings it."""
+        for first in absorbed.first_tokens:
+            assert first.number not in self._begun, f"the first token of request {first.number} is reported twice"
+            self._begun.add(RequestId(first.number))
+        for number in [*absorbed.sequences.tolist(), *absorbed.pooled]:
+            request_id = self._sequences[SequenceId(number)].request.id
+            assert request_id in self._begun, f"the first token of request {request_id} is not reported"
 
     def _expect_trouble(self, sequence: Sequence, expected: ExpectedOutput) -> None:
         """A sequence may end otherwise than by the closed form if a fault hit it."""
