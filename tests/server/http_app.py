@@ -27,10 +27,12 @@ from quire.server.http.request_context import RequestRecord, context_of
 
 KEY = "sk-right-key-0123456789"
 ADMIN_KEY = "sk-admin-key-987654321"
+AUTH_LINE = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
 KEYED = KeyRing([(KEY, Identity("holder", weight=2.0)), (ADMIN_KEY, ADMIN)])
 BEARER = {"authorization": f"Bearer {KEY}"}
 ADMIN_ROUTES = ("/requests/{id}/explain",)
 DEADLINE_S = 20
+LARGE_BYTES = 8 << 20  # more than the kernel takes from a client that does not read
 SECRET = "a prompt that no log may hold"
 
 
@@ -55,6 +57,8 @@ class Application:
                 Route("/v1/broken_stream", self.broken_stream),
                 Route("/v1/endless", self.endless),
                 Route("/v1/pieces", self.pieces),
+                Route("/v1/large", self.large),
+                Route("/v1/flood", self.flood),
                 Route("/requests/{id}/explain", self.empty),
                 Route("/admin/pause", self.empty, methods=["GET", "POST"]),
             ],
@@ -97,6 +101,20 @@ class Application:
 
         return StreamingResponse(pieces())
 
+    async def large(self, request: Request) -> Response:
+        return Response(b"x" * LARGE_BYTES)
+
+    async def flood(self, request: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"x" * 8192
+                    await asyncio.sleep(0)  # to notice a disconnect
+            finally:
+                self.left.set()
+
+        return StreamingResponse(pieces())
+
     async def endless(self, request: Request) -> Response:
         async def pieces() -> AsyncIterator[bytes]:
             try:
@@ -134,6 +152,7 @@ class RunningServer(NamedTuple):
     port: int
     application: Application
     records: list[RequestRecord]
+    cut: list[str]  # reasons of slow readers
     server: uvicorn.Server
     loop: asyncio.AbstractEventLoop
 
@@ -217,7 +236,8 @@ def running_server(
     options = options or AccessOptions(admin_routes=ADMIN_ROUTES)
     app = secure(application.starlette, keys=keys, options=options, observers=[records.append], admission=admission)
     limits = replace(limits or ConnectionLimits(), body_bytes=options.max_body_bytes)
-    protocol = guarded(limits, records.append, app, replies_early=not options.allowed_origins)
+    cut = list[str]()
+    protocol = guarded(limits, records.append, app, replies_early=not options.allowed_origins, slow_reader=cut.append)
     config = uvicorn.Config(
         app,
         http=timers.protocol(protocol) if timers else protocol,
@@ -250,7 +270,7 @@ def running_server(
     thread.start()
     assert started.wait(DEADLINE_S)
     try:
-        yield RunningServer(listening.getsockname()[1], application, records, server, loop[0])
+        yield RunningServer(listening.getsockname()[1], application, records, cut, server, loop[0])
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)

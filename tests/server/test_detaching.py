@@ -3,6 +3,7 @@
 import time
 from typing import cast
 
+import numpy as np
 import pytest
 
 from quire.core.sampling import SamplingParams
@@ -46,7 +47,7 @@ def test_a_stop_while_the_engine_is_detached(monkeypatch: pytest.MonkeyPatch) ->
         engine._processor, "process", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
     )
     engine.sent = sent
-    engine._process_output(cast(StepOutput, None))
+    engine._process_output(StepOutput(0, np.array([], np.int64), np.array([], np.int32)))
     assert sent.messages == [StopSequence(3, 0)], "the second goes nowhere"
 
 

@@ -37,6 +37,7 @@ class AccessSettings:
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
         self._observers: list[RequestObserver] = [log_request]
         self._requests: RequestLogger
+        self._metrics: Metrics
 
     @property
     def keyed(self) -> bool:
@@ -51,6 +52,7 @@ class AccessSettings:
         return self._keys.weights
 
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
+        self._metrics = metrics
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
         self._observers.append(metrics.responded)
         self._requests = secure(app, keys=self._keys, options=self._options, observers=self._observers, admission=app)
@@ -67,6 +69,7 @@ class AccessSettings:
                 self._notify,
                 self._requests,
                 replies_early=replies_early,
+                slow_reader=self._metrics.slow_reader,
             ),
             "ws": "none",
             "root_path": self._root_path,

@@ -24,6 +24,7 @@ class SequenceOutput:
     __slots__ = (
         "_beam_score",
         "_cumulative",
+        "_keeps_logprobs",
         "_logprobs",
         "_num_prompt",
         "_params",
@@ -60,7 +61,8 @@ class SequenceOutput:
         self.stop_reason: int | str | None = None
         self._cumulative = 0.0 if params.scored else None
         self._beam_score: float | None = None
-        self._logprobs: list[dict[int, Logprob]] = []
+        self._keeps_logprobs = params.logprobs is not None and (params.chooses or not streaming)
+        self._logprobs: list[dict[int, Logprob]] = []  # those of a stream are in its deltas: they take 1 kB a token
         self._unsent: list[dict[int, Logprob]] = []
         self._text = None if tokenizer is None else SequenceText(
             tokenizer,
@@ -78,8 +80,9 @@ class SequenceOutput:
             self._cumulative += scores.logprob
         if scores is not None and self._params.logprobs is not None:
             entry = logprob_entry(scores, self._tokenizer)
-            self._logprobs.append(entry)
             self._unsent.append(entry)
+            if self._keeps_logprobs:
+                self._logprobs.append(entry)
         silent = ended is not None and ended.by_token and not self._params.include_stop_str_in_output
         text = "" if silent else self._append_text([token])
         return self._delta(text, [token])
@@ -145,7 +148,7 @@ class SequenceOutput:
             token_ids=list(self.token_ids),
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
-            logprobs=None if self._params.logprobs is None else list(self._logprobs),
+            logprobs=list(self._logprobs) if self._keeps_logprobs else None,
             cumulative_logprob=self._cumulative_logprob,
             score=self.score if self._params.chooses else None,
             error=None if failure is None else failure.message,

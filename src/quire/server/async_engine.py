@@ -2,8 +2,8 @@
 
 Requests are opened on the event loop. Messages of the engine are processed, and detokenized, on the thread that reads
 them, and delivered to the loop once per message; one lock guards the output processor between the two. Each request has
-one buffer of unread output, in its `RequestStream`: what a slow reader has not fetched is merged, not queued. When the
-engine is lost, every open request fails at once.
+one buffer of unread output, in its `RequestStream`: what a slow reader has not fetched is merged, not queued, and is
+bounded in bytes, for each stream and in all. When the engine is lost, every open request fails at once.
 """
 
 import asyncio
@@ -31,21 +31,46 @@ from quire.text.tokenizer import Tokenizer
 StreamItem = Delta | RequestOutput
 
 
+MAX_UNREAD_BYTES = 8 << 20  # of one stream: 200,000 tokens, or 8,000 with five log-probabilities each
+MAX_ALL_UNREAD_BYTES = 64 << 20
+_TOKEN_BYTES, _LOGPROBS_BYTES, _LOGPROB_BYTES = 40, 300, 120  # as objects, measured; of a token's log-probabilities
+
+
+class SlowReader(QuireError):
+    """The client does not read its response."""
+
+    status = 408
+    code = "slow_reader"
+
+
+class PendingOutput:
+    """The output of all streams that waits for their readers."""
+
+    __slots__ = ("num_bytes", "streams")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.streams: dict[RequestStream, int] = {}  # with unread output: its size
+
+    def add(self, stream: "RequestStream", num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.streams[stream] = self.streams.get(stream, 0) + num_bytes
+
+    def remove(self, stream: "RequestStream", num_bytes: int | None = None) -> None:
+        """So much of a stream is read; or all of it is dropped."""
+        held = self.streams.pop(stream, 0)
+        read = held if num_bytes is None else num_bytes
+        self.num_bytes -= read
+        if held > read:
+            self.streams[stream] = held - read
+
+
 class RequestStream:
     """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
     the engine client does, for a few streams at a time."""
 
-    __slots__ = (
-        "_close",
-        "_failure",
-        "_output",
-        "_unread",
-        "_waiter",
-        "context",
-        "num_waiting_tokens",
-        "place",
-        "state",
-    )
+    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "is_behind", "num_waiting_tokens",
+                 "place", "state", "unread")  # fmt: skip
 
     def __init__(
         self, state: RequestState, context: RequestContext | None, close: Callable[["RequestStream"], None]
@@ -59,10 +84,19 @@ class RequestStream:
         self._output: RequestOutput | None = None
         self._failure: QuireError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.unread = PendingOutput()  # of all streams of an engine
+        self.is_behind = False  # output came while the reader was not waiting for any: it waits for its client
 
     def put(self, delta: Delta) -> None:
         before = self._unread.get(delta.index)
         self._unread[delta.index] = delta if before is None else before.then(delta)
+        self.unread.add(self, self._num_bytes(delta))
+
+    def _num_bytes(self, delta: Delta) -> int:
+        """An estimate that adds up when deltas are merged."""
+        num_alternatives = self.state.params.logprobs or 0
+        each = _LOGPROBS_BYTES + _LOGPROB_BYTES * (1 + num_alternatives)
+        return _TOKEN_BYTES * len(delta.token_ids) + len(delta.text) + each * len(delta.logprobs)
 
     def finish(self, output: RequestOutput) -> None:
         self._output = output
@@ -80,15 +114,19 @@ class RequestStream:
 
     async def receive(self) -> StreamItem:
         """The next delta; at the end the whole output, or an error that is raised."""
+        self.is_behind = False
         while True:
             if self._unread:
-                return self._unread.pop(next(iter(self._unread)))
+                delta = self._unread.pop(next(iter(self._unread)))
+                self.unread.remove(self, self._num_bytes(delta))
+                return delta
             if self._failure is not None:
                 raise self._failure
             if self._output is not None:
                 return self._output
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            self._waiter = None
 
     async def output(self) -> RequestOutput:
         """The whole output, when all of it has come."""
@@ -99,9 +137,18 @@ class RequestStream:
     def close(self) -> None:
         """Nothing more is read: an unfinished request is aborted. Idempotent."""
         self._close(self)
+        self.unread.remove(self)
+
+    def discard(self, failure: QuireError) -> None:
+        """Drop the unread output: the reader gets this failure instead."""
+        self._unread.clear()
+        self.unread.remove(self)
+        self._output, self._failure = None, failure
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None:
+            self.is_behind = bool(self._unread)
+        elif not self._waiter.done():
             self._waiter.set_result(None)
 
 
@@ -163,6 +210,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process: EngineProcess | None = None
         self._streams: dict[int, RequestStream] = {}
+        self._unread = PendingOutput()
         self._to_wake: dict[RequestStream, bool] = {}  # in this order; whether all output of the request has come
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
@@ -175,6 +223,7 @@ class AsyncEngine:
         self.expected_s = 0.0  # how long that takes, as predicted
         self.finished: Callable[[FinishedRequest], None] = lambda finished: None
         self.lost: Callable[[], None] = lambda: None
+        self.slow_reader: Callable[[str], None] = lambda reason: None
         self.progressed: Callable[[Delta, RequestState], None] = lambda delta, state: None
 
     # The engine process.
@@ -227,6 +276,7 @@ class AsyncEngine:
                 prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
         stream = RequestStream(state, None if state.request.prompt_alone else context, self._close)
+        stream.unread = self._unread
         if context is not None and context.place is not None:
             self._add_prompt(stream, context.place)
         self._streams[state.number] = stream
@@ -379,9 +429,30 @@ class AsyncEngine:
         if failure is None or delta.token_ids or delta.text:
             self.progressed(delta, stream.state)
             stream.put(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
+            if stream.is_behind and failure is None:
+                failure = self._bound_unread(stream)
         if failure is not None:  # one sequence failed, and with it the request
             self._abort(stream.state)
             self._end(stream, failure=failure)
+
+    def _bound_unread(self, stream: RequestStream) -> QuireError | None:
+        """The failure of a stream whose reader has left too much unread. If all have together, the one with the most
+        loses it."""
+        if self._unread.streams[stream] > MAX_UNREAD_BYTES:
+            self.slow_reader("stream")
+            return SlowReader(f"More than {MAX_UNREAD_BYTES} bytes of this response were not read.")
+        while self._unread.num_bytes > MAX_ALL_UNREAD_BYTES:
+            behind = [each for each in self._unread.streams if each.is_behind]
+            worst = max(behind, key=self._unread.streams.__getitem__)
+            failure = SlowReader("This response was not read, and the server has too many of these.")
+            self.slow_reader("all_streams")
+            if self._streams.get(worst.state.number) is worst:
+                self._abort(worst.state)
+                self._end(worst, failure=failure)
+            worst.discard(failure)
+            if worst is stream:
+                break
+        return None
 
     def _wake_some(self) -> None:
         """A few streams now, the others in the next iterations of the loop: in between, it serves its sockets."""

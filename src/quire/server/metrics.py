@@ -36,7 +36,8 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tok
 _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
-     "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies"}
+     "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies",
+     "slow_reader"}
 )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ class Metrics:
         self.successes = counter("request_success", "Finished requests, by finish reason.", "finished_reason")
         self.refusals = counter("requests_refused", "Requests rejected or failed, by error code.", "code")
         self.left = counter("requests_left", "Requests whose client disconnected.")
+        self.slow_readers = counter("slow_readers", "Responses cut because the client did not read them.", "reason")
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.between = Distribution("inter_token_latency_seconds", "Between two tokens of one sequence.", _SECONDS)
         self.registry.register(self.between)
@@ -115,6 +117,10 @@ class Metrics:
         self.http.labels(record.route, record.method, str(record.status)).inc()
         if record.refused_early:  # failures in the engine are counted by `finished`
             self._refused(record.error_code)
+
+    def slow_reader(self, reason: str) -> None:
+        """A response was cut: `stalled`, `connections` (unread bytes of all), `stream` or `all_streams` (of output)."""
+        self.slow_readers.labels(reason).inc()
 
     def _refused(self, code: str | None) -> None:
         self.refusals.labels(code if code in _CODES else "other").inc()

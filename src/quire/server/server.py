@@ -205,6 +205,7 @@ class Server:
         self.engine.finished = self._note_end
         self.engine.progressed = self.metrics.progressed
         self.engine.lost = self.metrics.engine.note_loss
+        self.engine.slow_reader = self.metrics.slow_reader
         self.state = ServerState(self.engine, self.supervisor, admission, self.metrics)
         self.metrics.stored.set_function(lambda: self.state.responses.num_responses)
         self.metrics.stored_bytes.set_function(lambda: self.state.responses.num_bytes)

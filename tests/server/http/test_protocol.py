@@ -447,6 +447,7 @@ def test_uvicorn_still_has_the_overridden_methods() -> None:
     assert own & theirs == {
         "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
         "on_body", "on_message_complete", "on_response_complete", "shutdown", "_start_asgi_task",
+        "pause_writing", "resume_writing", "timeout_keep_alive_handler",
     }  # fmt: skip
     state = set(vars(HttpToolsProtocol)) | set(re.findall(r"self\.(\w+)", inspect.getsource(HttpToolsProtocol)))
     clashing = {name for name in vars(protocol.GuardedProtocol) if not name.startswith("__")} & state - theirs

@@ -3,15 +3,17 @@
 Against slow loris clients, a head must be complete within seconds and a body must keep a minimum rate. A connection has
 one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
 head alone is answered here: no task is made and no body is kept. Otherwise the application gets the request when its
-body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. Does not
-depend on keys or routes.
+body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. A client
+that does not read its response is cut off. Does not depend on keys or routes.
 
 HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
 would chunk it for every client.
 """
 
 import asyncio
+import logging
 import resource
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +56,8 @@ def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors for other uses than connections
+_log = logging.getLogger(__name__)
+
 _WHOLE_BODIES = 4  # of the largest size, that all clients together may have at least
 
 
@@ -100,6 +104,11 @@ class ConnectionLimits:
     client_incomplete_bodies: int = 2048  # half of the connections
     linger_s: float = 2.0  # input after a refusal is discarded for so long: a reset would discard the reply
     linger_bytes: int = 16 << 20
+    read_s: float = 40.0  # while output waits, a client must accept `read_bytes` in each such time
+    read_bytes: int = 12 << 10  # what is between the two marks of the write buffer
+    buffered_bytes: int = 16 << 10  # of a response, here and unsent in the kernel: then the application waits
+    all_unread_bytes: int = 64 << 20  # of all responses, in the write buffers; above it the largest is cut off
+    unread_s: float = 5.0  # if it has waited for so long: a large response that is read takes moments
     connections: int = _MAX_CONNECTIONS
     turned_away: int = 256  # connections above the limit that still get an error reply
 
@@ -123,6 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
     requests: RequestLogger
     replies_early: bool
     bodies: BodyBudget  # of all connections
+    unread: "dict[GuardedProtocol, int]"  # connections where output waits, and its bytes
+    slow_reader: Callable[[str], None]  # for metrics: why one was cut off
 
     _phase = ConnectionPhase.HEAD
     _timer: asyncio.Handle | None = None
@@ -135,11 +146,17 @@ class GuardedProtocol(HttpToolsProtocol):
     _early_reply: ErrorReply | None = None
     _pending: ASGI3Application | None = None  # gets the request when it is complete
     _body: PendingBody | None = None  # until the response is complete
+    _reader_timer: asyncio.Handle | None = None
+    _is_crowding = False  # its output waits long enough to be cut off for the others'
 
     # Called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=self.limits.buffered_bytes)
+        transport.get_extra_info("socket").setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.limits.buffered_bytes
+        )
         num_others = len(self.connections) - 1
         if num_others >= self.limits.connections + self.limits.turned_away:
             transport.abort()
@@ -154,6 +171,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._pending = None
             self.requests.abandoned(cast(Scope, self.cycle.scope))
         self._forget_body()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -304,9 +322,24 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._forget_body()
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_reader()
         if self._phase is ConnectionPhase.BODY and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._enter(ConnectionPhase.BODY, self.limits.linger_s, self._close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+        if self.transport.is_closing():
+            self._watch_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
 
     def shutdown(self) -> None:
         """The server stops. A request whose body is incomplete gets an error."""
@@ -355,6 +388,54 @@ class GuardedProtocol(HttpToolsProtocol):
                     f"After the first {limits.body_s:g} s, send at least {limits.body_bytes_per_s} bytes/s."
                 )
             )
+
+    # Clients that do not read
+
+    def _watch_reader(self) -> None:
+        """Output waits: it must be accepted in time. A transport that closes waits for that without a limit."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread and self not in self.unread:
+            self.unread[self] = num_unread  # the application waits: no more is added
+            self._reader_timer = self.call_later(self.limits.unread_s, self._reader_waits)
+
+    def _reader_waits(self) -> None:
+        self._is_crowding = True
+        self._reader_timer = self.call_later(self.limits.read_s - self.limits.unread_s, self._reader_is_late)
+        while sum(self.unread.values()) > self.limits.all_unread_bytes:
+            crowding = (each for each in self.unread if each._is_crowding)
+            max(crowding, key=self.unread.__getitem__)._cut_reader("connections")
+            if self not in self.unread:
+                return
+
+    def _stop_watching(self) -> None:
+        self.unread.pop(self, None)
+        self._is_crowding = False
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _reader_is_late(self) -> None:
+        num_before = self.unread[self]
+        self._stop_watching()
+        if num_before - self.transport.get_write_buffer_size() < self.limits.read_bytes:
+            self._cut_reader("stalled")
+        else:
+            self._watch_reader()
+
+    def _cut_reader(self, reason: str) -> None:
+        """Close at once. The application receives a disconnect and aborts its work."""
+        num_unread = self.transport.get_write_buffer_size()
+        self._stop_watching()
+        if not num_unread:
+            return
+        fields: dict[str, object] = {"reason": reason, "unread_bytes": num_unread}
+        if self.cycle is not None:
+            context = context_of(cast(Scope, self.cycle.scope))
+            fields.update(id=context.request_id, key=context.identity.name)
+            context.error_code = "slow_reader"
+        _log.warning("slow_reader", extra={"fields": fields})
+        self.slow_reader(reason)
+        self.transport.abort()
 
     # Replies and the end
 
@@ -431,10 +512,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
+            self._watch_reader()
 
 
 def guarded(
-    limits: ConnectionLimits, observe: RequestObserver, requests: RequestLogger, *, replies_early: bool
+    limits: ConnectionLimits,
+    observe: RequestObserver,
+    requests: RequestLogger,
+    *,
+    replies_early: bool,
+    slow_reader: Callable[[str], None],
 ) -> type[GuardedProtocol]:
     """The protocol with these limits, for uvicorn's `http=`. The observer gets records of requests that never reached
     the middleware. `replies_early`: refusals are sent here; not where another middleware must see each response."""
@@ -446,6 +533,8 @@ def guarded(
     Guarded.observe = staticmethod(observe)
     Guarded.requests = requests
     Guarded.replies_early = replies_early
+    Guarded.slow_reader = staticmethod(slow_reader)
+    Guarded.unread = {}
     Guarded.bodies = BodyBudget(
         total_bytes=limits.all_bodies_bytes,
         client_bytes=limits.client_bodies_bytes,
