@@ -26,11 +26,11 @@ Serve = Callable[..., AbstractContextManager[Running]]
 
 
 @contextmanager
-def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Running]:
+def scripted(folder: Path, *arguments: str, step_ms: float = 2, **streams: Any) -> Iterator[Running]:
     """A server of the lines above with this time per step."""
     file = folder / f"script-{step_ms}.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in ({"step_ms": step_ms}, *LINES)))
-    with serving("--script", str(file), *SIZES, *arguments) as running:
+    with serving("--script", str(file), *SIZES, *arguments, **streams) as running:
         yield running
 
 

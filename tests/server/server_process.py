@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -24,11 +24,11 @@ START_PATIENCE_S = 240  # for a start: on a crowded machine one took more than a
 class Running:
     """A server that is ready."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, stdout: IO[str] | int = subprocess.DEVNULL) -> None:
         self.output: list[str] = []
         self._ready = threading.Event()
         self.process = children.start(
-            [QUIRE, "serve", "--port", "0", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [QUIRE, "serve", "--port", "0", *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -100,8 +100,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Running]:
-    running = Running(*arguments)
+def serving(*arguments: str, **streams: Any) -> Iterator[Running]:
+    running = Running(*arguments, **streams)
     try:
         yield running
     finally:
