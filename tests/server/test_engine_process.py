@@ -1,6 +1,7 @@
 """The engine in its own process: output reaches each request once, and its death is survived."""
 
 import asyncio
+import ctypes
 import os
 import queue
 import signal
@@ -239,6 +240,36 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(in_harness, 
         assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     in_harness(body)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ptrace")
+def test_a_loop_that_hangs_in_a_process_that_beats_is_killed_and_replaced(in_harness, monkeypatch, caplog):
+    async def body(w: EngineHarness) -> None:
+        pid = w.supervisor.engine_pid
+        stop_main_thread(pid)
+        monkeypatch.setattr(supervising, "READY_WITHIN_S", 2.0)
+        monkeypatch.setattr(supervising, "KILL_AFTER_S", 4.0)
+        await w.until(lambda: w.supervisor.health is Health.STALLED)
+        waiting = w.submit("hi")
+        with pytest.raises(EngineLost):
+            await waiting.receive()
+        assert "no progress of the engine for 4 s" in caplog.text and "no heartbeat" not in caplog.text
+        monkeypatch.undo()
+        await w.until(lambda: w.supervisor.health is Health.READY)
+        assert (await w.response("hi")).outputs[0].text == "Hello there."
+
+    in_harness(body)
+
+
+def stop_main_thread(pid: int) -> None:
+    """As a debugger does; the other threads of the process run on."""
+    seize, interrupt, all_threads = 0x4206, 0x4207, 0x40000000
+    ptrace = ctypes.CDLL(None).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    if ptrace(seize, pid, None, None) < 0:
+        pytest.skip("this process may not use ptrace")
+    assert ptrace(interrupt, pid, None, None) == 0
+    os.waitpid(pid, all_threads)
 
 
 def test_an_engine_with_long_steps_stays_ready_and_serves(opened, tmp_path, monkeypatch):
