@@ -13,6 +13,7 @@ import time
 
 from tests import children
 from tests.chaos.conftest import NUM_ROWS, Report
+from tests.chaos.memory_growth import rounds
 from tests.server.many_clients import RawClient, fetch, fetch_all, request
 from tests.server.scripted_servers import CONTROL, check_control, completion_body
 from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
@@ -203,6 +204,12 @@ def test_soak(server: Running, report: Report) -> None:
     report("soak of 4,000 with 20 % aborts: (KiB, files, threads) after half and at the end", (held[3], held[-1]))
     assert statistics.median(kib for kib, _, _ in held[4:]) < statistics.median(kib for kib, _, _ in held[:4]) + 8192
     assert held[-1][1] <= held[3][1] + 4 and held[-1][2] <= held[3][2]
+
+
+def test_memory_does_not_grow_with_requests(server: Running, report: Report) -> None:
+    held = [each >> 10 for each in rounds(server, 4)]
+    report("KiB after each 10,000 of 40,000 mixed requests", held)
+    assert held[-1] - held[1] < 1024, "51 bytes per request"
 
 
 def test_kills(server: Running, report: Report) -> None:

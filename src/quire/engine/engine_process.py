@@ -80,9 +80,11 @@ class EngineProcess:
 
     def _read(self) -> None:
         decoder = FrameDecoder()
+        # One buffer for all messages: `recv` allocates this size and cuts it to the message, which fragments the heap.
+        buffer = memoryview(bytearray(_READ_BYTES))
         try:
-            while data := self._socket.recv(_READ_BYTES):
-                for frame in decoder.feed(data):
+            while num_bytes := self._socket.recv_into(buffer):
+                for frame in decoder.feed(buffer[:num_bytes]):
                     self._receive(read_for_front(frame))
         except BrokenFrame:
             _log.exception("a message of the engine could not be decoded")

@@ -40,6 +40,7 @@ class EngineServer:
         self._socket = connection
         self._clock = clock
         self._decoder = FrameDecoder()
+        self._buffer = memoryview(bytearray(_READ_BYTES))  # for all messages, see `EngineProcess`
         self._stats_s = -HEARTBEAT_S
         self._ended = threading.Event()
         self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
@@ -109,15 +110,15 @@ class EngineServer:
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
             timeout_s = 0.0
             if self._woken in ready:
-                self._woken.recv(_READ_BYTES)
+                self._woken.recv_into(self._buffer)
                 self._take_compiled()
             if self._socket not in ready:
                 continue
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
+            num_bytes = self._socket.recv_into(self._buffer)
+            if not num_bytes:
                 self._closed = True
                 return
-            for frame in self._decoder.feed(data):
+            for frame in self._decoder.feed(self._buffer[:num_bytes]):
                 self._handle(frame)
 
     def _handle(self, frame: bytes) -> None:

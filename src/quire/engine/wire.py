@@ -151,7 +151,7 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH_BYTES:
