@@ -1,13 +1,14 @@
 """Schemas as clients send them: all are accepted where nothing is strict, and what is kept of them is enforced."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from quire.core.errors import InvalidGrammar
+from quire.core.errors import InvalidGrammar, UnsupportedSchema
 from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
 from quire.grammar.compiler import GrammarCompiler
@@ -80,6 +81,13 @@ DROPPED: list[tuple[Schema, list[str], str]] = [  # a schema, what is dropped, a
     ({"$ref": "#/$defs/gone"}, ["#/$ref"], "[]"),
     ({"items": {"$ref": "#/not/gone"}, "not": {"gone": {}}}, ["#/not", "#/items/$ref"], "[1]"),
     ({"type": "object", "minProperties": 3}, ["#/minProperties"], '{"a": 1, "b": 2, "c": 3}'),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}, ["#/minProperties"], '{"b": 1}'),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "maxProperties": 2},
+     ["#/maxProperties"], '{"a": 1, "b": 1}'),
+    ({"$defs": {"o": {"type": "object", "properties": {"a": {}}}}, "$ref": "#/$defs/o", "maxProperties": 1},
+     ["#/maxProperties"], '{"a": 1}'),
+    ({"type": "object", "properties": {"next": {"type": "object", "$ref": "#"}}}, ["#/properties/next/type"],
+     '{"next": {"next": {}}}'),
     ({"type": "number", "multipleOf": 1e-12}, ["#/multipleOf"], "0.5"),
     ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, ["#/allOf/0/multipleOf", "#/allOf/1/multipleOf"], "988027"),
     ({"allOf": [{"pattern": f"a.{{{place}}}b"} for place in range(9)]},
@@ -135,6 +143,33 @@ def test_other_dialects_are_enforced_as_they_mean_it(
         assert accepts(compiler, grammar, right) and not accepts(compiler, grammar, wrong)
 
 
+ENFORCED_PATTERNS = (
+    r"^[a-z]{2,4}-\d{3}$", r"^https?:\/\/[\w.-]+$", r"^(a|b)*$", r"^a$|^b$", r"\A\d+\z", r"^(?:x|y)+?$", r"(?i)^abc$",
+    r"^(?<year>\d{4})-(?P<month>\d\d)$", r"^[\u4e00-\u9fa5]+$", r"^\p{Lu}[^\s,;]{1,9}$", r"^\$\{[^}]+\}$",
+    r"[.^$|()*+?{}]", "", r"^\+?[1-9]\d{1,14}$", r"^#(?:[0-9a-fA-F]{3}){1,2}$", "^é$",
+)  # fmt: skip
+OTHER_PATTERNS = (
+    r"^(?!-)a$", r"(?<=a)b", r"(?<!a)b", r"(a)\1", r"(?<n>a)\k<n>", r"\bword\b", r"\Bx", r"a\Z", r"\cJ",
+    r"[^]", r"[[a-z]", r"{a}", r"a{,3}", r"(?>a)", r"(?#note)a", r"a^b", r"a$b", r"\<", r"\é", r"[a&&b]", r"[a-z--b]",
+    r"[\b]", r"a\Ab", r"\h+", r"(?x) a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ENFORCED_PATTERNS)
+def test_a_pattern_that_compiles_is_enforced(compiler: GrammarCompiler, pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    assert relax_schema(schema) == (schema, [])
+    assert compiler.compile(as_grammar(schema))
+
+
+@pytest.mark.parametrize("pattern", OTHER_PATTERNS)
+def test_other_patterns_are_dropped_unless_the_schema_is_strict(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    assert relax_schema(schema) == ({"type": "string"}, ["#/pattern"])
+    with pytest.raises(UnsupportedSchema, match="'pattern' at # "):
+        check_schema(schema)
+
+
 OVERLAPPING: list[list[Any]] = [
     [{"type": "integer"}, {"type": "number"}],
     [{"const": 1}, {"enum": [1.0, 2]}],
@@ -177,3 +212,72 @@ def test_a_schema_is_not_changed() -> None:
     with pytest.raises(InvalidGrammar):
         check_schema(schema)
     assert json.dumps(schema) == before
+
+
+VALUES: list[Any] = [
+    *(None, True, 0, 1, -3, 2.5, "", "a", "ab", [], [1], [1, 1], ["a", "b"], [1, "a", None]),
+    *({}, {"a": 1}, {"a": "x"}, {"a": 1, "b": 2}, {"b": "z"}, {"k": "a"}, {"a": {"a": 1}}, {"c": 1}),
+]
+LEAVES: list[Any] = [
+    *(
+        True,
+        {},
+        {"const": 1},
+        {"enum": ["a", "b", 1, None]},
+        {"$ref": "#/$defs/d"},
+        {"type": "string", "format": "zip"},
+    ),
+    *({"type": name} for name in ("string", "integer", "number", "object", "array", "null")),
+    *(
+        {"uniqueItems": True},
+        {"minItems": 1},
+        {"minLength": 1},
+        {"pattern": "^a"},
+        {"pattern": "^(?=a)"},
+        {"minimum": 1},
+    ),
+    *({"required": ["a"]}, {"minProperties": 1}, {"maxProperties": 1}, {"propertyNames": {"enum": ["a", "k"]}}),
+    *({"dependentRequired": {"a": ["b"]}}, {"unevaluatedProperties": False}, {"multipleOf": 2}),
+]
+
+
+def random_schema(chance: random.Random, depth: int = 0) -> Any:
+    if depth > 2 or chance.random() < 0.2:
+        return chance.choice(LEAVES)
+    schema: Schema = {}
+    for keyword in chance.sample(("one", "list", "named", "leaf", "if"), chance.randint(1, 3)):
+        parts = [random_schema(chance, depth + 1) for _ in range(chance.randint(1, 3))]
+        if keyword == "one":
+            schema[chance.choice(("items", "additionalProperties", "not", "contains"))] = parts[0]
+        elif keyword == "list":
+            schema[chance.choice(("anyOf", "oneOf", "allOf", "prefixItems"))] = parts
+        elif keyword == "named":
+            schema["properties"] = dict(zip("abk", parts, strict=False))
+            schema |= {"patternProperties": {"^(?!a)": parts[0]}} if chance.random() < 0.2 else {}
+        elif keyword == "if":
+            schema |= {"if": parts[0], "then": parts[-1], "dependentSchemas": {"a": parts[0]}}
+        elif isinstance(leaf := chance.choice(LEAVES), dict):
+            schema |= leaf
+    return schema
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_relaxed_schema_forbids_what_the_schema_allows(fallback_compiler: GrammarCompiler, seed: int) -> None:
+    """Properties come in the schema's order, so both orders of two are tried."""
+    chance = random.Random(seed)
+    num_accepted = 0
+    for _ in range(60):
+        schema = {"allOf": [random_schema(chance)], "$defs": {"d": chance.choice(LEAVES[5:])}}
+        allowed = [value for value in VALUES if DRAFT(schema).is_valid(value)]
+        if not allowed:
+            continue
+        try:
+            grammar = as_grammar(relax_schema(schema).schema)
+            fallback_compiler.compile(grammar)
+        except InvalidGrammar:
+            continue  # llguidance cannot combine its parts
+        for value in allowed:
+            orders = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
+            assert any(accepts(fallback_compiler, grammar, json.dumps(each)) for each in orders), (schema, value)
+            num_accepted += 1
+    assert num_accepted > 200

@@ -89,14 +89,17 @@ STRICTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T
 
 # The regular expressions that llguidance reads: Rust's, without look-around, back-references and word boundaries.
 _ESCAPE = (
-    r"\\(?:[dDwWsSnrtfva]|[^a-zA-Z0-9]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[xuU]\{[0-9a-fA-F]+\}|[pP](?:\{[^}]*\}|[A-Z]))"
+    r"\\(?:[dDwWsSnrtfva]|[^a-zA-Z0-9<>\x80-\U0010ffff]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[xuU]\{[0-9a-fA-F]+\}"
+    r"|[pP](?:\{[^}]*\}|[A-Z]))"
 )
+_CLASS = rf"\[\^?+(?:(?!&&|--|~~)[^\]\\\[]|{_ESCAPE})++\]"  # two signs would be an operation on classes
 _PATTERN = re.compile(
-    rf"(?:[^\\\[({{]|{_ESCAPE}|\\[Az]|\[\^?+(?:[^\]\\\[]|{_ESCAPE})++\]"
-    rf"|\((?!\?)|\(\?(?::|P?<[A-Za-z_]\w*>|[imsU-]+[:)])|\{{\d+(?:,\d*)?\}})*+",
+    rf"(?:\\A)?(?:[^\\\[({{]|{_ESCAPE}|{_CLASS}"
+    rf"|\((?!\?)|\(\?(?::|P?<[A-Za-z_]\w*>|[imsU-]+[:)])|\{{\d+(?:,\d*)?\}})*+(?:\\z)?",
     re.DOTALL,
 )
-_LITERAL = re.compile(rf"{_ESCAPE}|\[\^?+(?:[^\]\\\[]|{_ESCAPE})++\]")
+_LITERAL = re.compile(f"{_ESCAPE}|{_CLASS}")
+_FLAGS = re.compile(r"\A\(\?[imsU]+\)")
 _INNER_ANCHOR = re.compile(r"[^(|:>^]\^|\$[^)|$]")
 _LARGEST_BOUND = 9.2e18  # llguidance writes bounds of numbers with 64 bits
 _SMALLEST_BOUND = 1e-37
@@ -279,14 +282,22 @@ def _unsupported_strings(schema: dict[str, object]) -> Iterator[UnsupportedKeywo
 
 def _is_enforced(pattern: str) -> bool:
     """Whether llguidance reads a regular expression. Anchors are allowed where an alternative begins or ends."""
-    return bool(_PATTERN.fullmatch(pattern)) and not _INNER_ANCHOR.search(_LITERAL.sub("a", pattern))
+    return bool(_PATTERN.fullmatch(pattern)) and not _INNER_ANCHOR.search(_LITERAL.sub("a", _FLAGS.sub("", pattern)))
 
 
 def _unsupported_numbers(schema: dict[str, object]) -> Iterator[UnsupportedKeyword]:
-    """Names outside `properties` may repeat in the text, so minProperties beyond the required ones is not enforced."""
+    """Names outside `properties` may repeat in the text, so minProperties beyond the required ones is not enforced.
+
+    llguidance counts properties only if it knows all that may be there, or those that it knows are required.
+    """
     least, required = schema.get("minProperties"), schema.get("required")
-    num_required = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, num_required):
+    needed: list[object] = required if isinstance(required, list) else []
+    named = schema.get("properties")
+    optional = _COMBINING & schema.keys() or (isinstance(named, dict) and any(name not in needed for name in named))
+    for keyword in ("minProperties", "maxProperties"):
+        if keyword in schema and optional:
+            yield UnsupportedKeyword(keyword, "it needs all properties under required, and no schemas combined with it")
+    if isinstance(least, int) and least > max(1, len(needed)) and not optional:
         yield UnsupportedKeyword("minProperties", f"{least} is more than are required; list them under required")
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         bound = schema.get(keyword)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from quire.core.errors import UnsupportedSchema
 from quire.grammar.json_schema import (
+    ENFORCED,
     SchemaChildren,
     check_multiples,
     check_patterns,
@@ -44,11 +45,22 @@ def relax_schema(schema: object) -> RelaxedSchema:
             dropped.append(pointer(part.where, "oneOf"))
         waiting += reversed(children(part.schema, part.where))
     for part in kept:
-        assert isinstance(part.schema, dict)
-        reference = part.schema.get("$ref")
-        if isinstance(reference, str) and resolve(root, reference) is None:
-            dropped += _drop(part, "$ref")
+        dropped += _drop_at_reference(root, part)
     return RelaxedSchema(root, dropped + _drop_costly(kept))
+
+
+def _drop_at_reference(root: dict[str, object], part: SchemaChildren) -> list[str]:
+    """Drop a reference to nothing, and the keywords beside one to a schema around it, which would never end."""
+    assert isinstance(part.schema, dict)
+    reference = part.schema.get("$ref")
+    if not isinstance(reference, str):
+        return []
+    if resolve(root, reference) is None:
+        return _drop(part, "$ref")
+    if not f"{part.where}/".startswith(f"{reference}/"):
+        return []
+    beside = [keyword for keyword in part.schema if keyword in ENFORCED and keyword != "$ref"]
+    return [where for keyword in beside for where in _drop(part, keyword)]
 
 
 def _drop(part: SchemaChildren, keyword: str) -> list[str]:
