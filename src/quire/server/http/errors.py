@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from quire.core.errors import QuireError
-from quire.server.http.request_context import context_of, route_path
+from quire.server.http.request_context import RequestContext, context_of, route_path
 
 MAX_ERROR_CHARACTERS = 1000  # an error may quote what a client sent, which may be long
 
@@ -196,19 +196,30 @@ def _error_path(scope: Scope) -> str:
     return path if path != "/" or scope["method"] == "POST" else ""
 
 
+def log_failure(error: Exception, public: QuireError, context: RequestContext | None) -> None:
+    """Each 500 leaves one line with its stack, wherever it was raised; other errors none."""
+    if public.status != 500 or (context is not None and context.logged):
+        return
+    fields = {"error": public.code}
+    if context is not None:
+        context.logged = True
+        fields["id"] = context.request_id
+    _log.error("request_failed", exc_info=error, extra={"fields": fields})
+
+
 def translated(error: Exception, scope: Scope) -> ErrorReply:
-    """The reply to this request; an internal error is logged."""
+    """The reply to this request."""
     public, context = public_error(error, scope), context_of(scope)
     context.error_code = public.code
-    if isinstance(public, InternalError):
-        context.failed = True
-        _log.error("request_failed", exc_info=error, extra={"fields": {"id": context.request_id}})
+    context.failed |= isinstance(public, InternalError)
+    log_failure(error, public, context)
     return reply_to(public, path=_error_path(scope), request_id=context.request_id)
 
 
 async def _respond(request: Request, error: Exception) -> Response:
     public, context = public_error(error, request.scope), context_of(request.scope)
     context.error_code = public.code
+    log_failure(error, public, context)
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
     reply = reply_to(public, path=_error_path(request.scope), request_id=context.request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}

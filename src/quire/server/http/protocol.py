@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quire.core.errors import QuireError
 from quire.server.http.auth import UNAUTHENTICATED, client_name
 from quire.server.http.body_budget import BodyBudget, PendingBody
-from quire.server.http.errors import BodyTooLarge, ErrorReply, Stopping, reply_to
+from quire.server.http.errors import BodyTooLarge, ErrorReply, InternalError, Stopping, log_failure, reply_to
 from quire.server.http.middleware import RequestLogger, RequestObserver, response_headers
 from quire.server.http.request_context import OTHER, RequestRecord, context_of, new_request_id
 
@@ -111,6 +111,14 @@ class ConnectionLimits:
     unread_s: float = 5.0  # if it has waited for so long: a large response that is read takes moments
     connections: int = _MAX_CONNECTIONS
     turned_away: int = 256  # connections above the limit that still get an error reply
+
+
+def _parser_error(error: httptools.HttpParserError) -> Exception:
+    """What a failure of the parser means: malformed input, unless a callback failed for another reason."""
+    cause = error.__context__
+    if not isinstance(cause, Exception) or isinstance(cause, httptools.HttpParserError | UnicodeError):
+        return MalformedHttp("This is not a valid HTTP/1.1 request.")
+    return cause
 
 
 class ConnectionPhase(Enum):
@@ -214,11 +222,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             self._decline_upgrade(data[offer.args[0] :])
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             if self._phase is ConnectionPhase.RESPONSE or self._early_reply is not None:  # the request itself was valid
                 self._await_last_response()
             else:
-                self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
+                self._refuse(self._refusal or _parser_error(error))
         if self._early_reply is not None:
             self._reply_early(self._early_reply)
 
@@ -307,11 +315,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is ConnectionPhase.HEAD:
             return  # of an upgrade that will be declined
         super().on_message_complete()
-        app, self._pending = self._pending, None
-        if app is not None:
+        if self._pending is not None:
             assert self._body is not None
             self.bodies.complete(self._body)
             self._early_reply = self.requests.admit(cast(Scope, self.cycle.scope), replies=self._may_reply)
+            app, self._pending = self._pending, None
             if self._early_reply is None:
                 super()._start_asgi_task(self.cycle, app)
         if self.cycle.response_complete:  # the response came before the end of the body
@@ -458,7 +466,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal = error
         return error
 
-    def _refuse(self, error: QuireError) -> None:
+    def _refuse(self, error: Exception) -> None:
         """Reply in place of the application, which has not got the request; if it is replying, that is the last."""
         cycle = self.cycle
         if self._pending is not None:
@@ -472,11 +480,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         else:
             request_id = new_request_id()
-            reply = reply_to(error)
+            public = error if isinstance(error, QuireError) else InternalError(request_id)
+            log_failure(error, public, None)
+            reply = reply_to(public)
             reply = reply._replace(headers=[*reply.headers, *response_headers(request_id, None)])
-            self.observe(
-                RequestRecord(OTHER, OTHER, error.status, 0.0, UNAUTHENTICATED.name, request_id, error_code=error.code)
-            )
+            name = UNAUTHENTICATED.name
+            self.observe(RequestRecord(OTHER, OTHER, public.status, 0.0, name, request_id, error_code=public.code))
         self._write(reply._replace(headers=[*reply.headers, (b"connection", b"close")]))
         self._linger()
 

@@ -54,6 +54,7 @@ class RequestContext:
     status: int | None = None  # once the response has begun
     complete: bool = False
     failed: bool = False  # by an internal error, whatever status was sent before it
+    logged: bool = False  # its failure, with the stack
     error_code: str | None = None  # of the error that was its response
 
     def note_prompt(self, num_tokens: int) -> None:

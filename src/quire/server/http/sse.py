@@ -5,7 +5,6 @@ it, the failure is an event and the stream closes without `[DONE]`.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import ParamSpec, TypeVar
@@ -17,13 +16,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import EngineFailed, QuireError
-from quire.server.http.errors import error_body
-from quire.server.http.request_context import context_of, has_context
+from quire.server.http.errors import error_body, log_failure
+from quire.server.http.request_context import CURRENT_CONTEXT, context_of, has_context
 
 _SHORT_BYTES = 1 << 16  # decoding this much is faster than handing it to a thread
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
-
-_log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,11 +43,11 @@ def json_response(body: Mapping[str, object], status: int = 200) -> Response:
 
 
 def client_error(error: Exception) -> QuireError:
-    """The error for a client: a `QuireError` as it is, an internal error with a fixed text."""
-    if isinstance(error, QuireError):
-        return error
-    _log.error("an endpoint failed", exc_info=error)
-    return EngineFailed("The server failed to answer this request; see its log.")
+    """The error for a client: a `QuireError` as it is, an internal error with a fixed text. A 500 is logged."""
+    public = error if isinstance(error, QuireError) else None
+    public = public or EngineFailed("The server failed to answer this request; see its log.")
+    log_failure(error, public, CURRENT_CONTEXT.get())
+    return public
 
 
 async def until_disconnect(
@@ -157,6 +154,8 @@ class EventStream(Response):
             gone = asyncio.ensure_future(disconnected(receive))
             tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._keep_alive(send)))]
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            if tasks[1].done():
+                tasks[1].result()  # an error of the error event itself: it is logged, and the connection closed
         finally:
             self._first.cancel()
             for task in tasks:
