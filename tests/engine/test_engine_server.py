@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 import pytest
 
@@ -137,6 +138,12 @@ def test_the_loop_sends_heartbeats_with_stats(wire):
     assert stats.num_running == 1 and stats.step >= 0
 
 
+def wait_for(wire: Wire, beat: Heartbeat) -> None:
+    until_s = monotonic() + 30
+    while (heard := wire.next(Heartbeat)) != beat:
+        assert monotonic() < until_s, heard
+
+
 def test_heartbeats_say_how_long_a_step_takes_and_was_expected_to(monkeypatch):
     """They come while the step runs, from another thread."""
     monkeypatch.setattr(engine_server, "HEARTBEAT_S", 0.001)
@@ -147,11 +154,9 @@ def test_heartbeats_say_how_long_a_step_takes_and_was_expected_to(monkeypatch):
         for _ in range(2):
             assert runner.begun.acquire(timeout=30)
             now_s[0] += 39.0
-            while wire.next(Heartbeat) != Heartbeat(39.0, 40.0):
-                pass
+            wait_for(wire, Heartbeat(39.0, 40.0))
             runner.allowed.release()
-        while wire.next(Heartbeat) != Heartbeat(0.0, 0.0):
-            pass
+        wait_for(wire, Heartbeat(0.0, 0.0))
 
 
 def test_progress_changes_as_a_whole_when_a_step_ends():
