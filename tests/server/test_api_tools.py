@@ -155,9 +155,8 @@ def test_a_message_with_reasoning_text_and_calls(claude: anthropic.Anthropic) ->
     history += [{"role": "assistant", "content": final.content}, result]
     last = claude.messages.create(model=MODEL, max_tokens=500, messages=history, tools=TOOLS)
     assert last.content[0].text == "It rains." and last.stop_reason == "end_turn"  # type: ignore[union-attr]
-    assert (
-        claude.messages.count_tokens(model=MODEL, messages=history, tools=TOOLS).input_tokens == last.usage.input_tokens
-    )
+    counted = claude.messages.count_tokens(model=MODEL, messages=history, tools=TOOLS).input_tokens
+    assert counted == last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
 
 
 def test_the_content_blocks_of_a_message(http: httpx.Client) -> None:

@@ -28,7 +28,7 @@ def messages() -> None:
     same([(block.type, block.text) for block in answer.content], [("text", GREETING)])
     same((answer.stop_reason, answer.role), ("end_turn", "assistant"))
     counted = client.messages.count_tokens(model=MODEL, messages=HELLO)
-    same(counted.input_tokens, answer.usage.input_tokens)
+    same(counted.input_tokens, answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
 
 
 def messages_system() -> None:

@@ -65,7 +65,8 @@ def test_token_counts_in_the_log_equal_the_usage(lines: dict[str, Any]) -> None:
     for name in ("messages", "responses"):
         line, response_text = lines[name]
         usage = json.loads(response_text)["usage"]
-        assert tokens(line) == (usage["input_tokens"], usage["output_tokens"])
+        num_input = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+        assert tokens(line) == (num_input, usage["output_tokens"])
 
 
 def test_a_stream_without_usage_is_counted_too(lines: dict[str, Any]) -> None:
