@@ -79,6 +79,9 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_scenario(tmp_path: Path) ->
         groups=True,
         beams=True,
         deadlines=False,
+        embeddings=False,
+        repeats=False,
+        prompt_logprobs=False,
         chances=replace(scenario.chances, lose=0.02, die=0.01, starve=0.0, reset=0.0, shrink=0.0, jump=0.0),
     )
     num_preemptions = 0

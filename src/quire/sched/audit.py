@@ -92,7 +92,8 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     unplanned, policy = [*state.prefilling, *state.host_driven], scheduler.policy
     chunked = [state.rows.assigned[chunk.row] for chunk in plan.chunks]
     longest = max([sequence.num_tokens for sequence in (*unplanned, *chunked)], default=0)
-    if unplanned and longest < policy.order.long_prompt and policy.itl_target_s is None and policy.regime.chunked:
+    timed = policy.itl_target_s is not None or policy.max_step_s is not None
+    if unplanned and longest < policy.order.long_prompt and not timed and policy.regime.chunked:
         assert num_tokens == scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}, and {unplanned} wait"
 
 

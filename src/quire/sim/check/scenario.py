@@ -100,6 +100,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
     policy = scenario.policy
     if chosen % 5 == 0:
         policy = replace(policy, max_waiting_tokens=2 * scenario.max_prompt)
+    if chosen % 6 == 1:
+        policy = replace(policy, max_step_s=0.015)
     scenario = replace(
         scenario,
         embeddings=chosen % 4 == 0,
