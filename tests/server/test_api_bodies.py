@@ -48,7 +48,7 @@ CHOICES = WORDS | objects("type", "name", "mode", "tools")
 )
 def test_responses(body: dict[str, Any]) -> None:
     try:
-        chat = responses_request.as_chat(decode(json.dumps(body).encode(), ResponsesBody))
+        chat = responses_request.as_chat(decode(json.dumps(body).encode(), ResponsesBody), (), lambda _: None)
         chat_prompt(chat)
     except QuireError as error:
         assert error.status == 400
@@ -101,7 +101,9 @@ def test_consecutive_text_reasoning_and_calls_are_one_message() -> None:
             {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "d"}]},
         ]
     }
-    user, assistant, tool = responses_request.as_chat(decode(json.dumps(body).encode(), ResponsesBody)).messages
+    user, assistant, tool = responses_request.as_chat(
+        decode(json.dumps(body).encode(), ResponsesBody), (), lambda _: None
+    ).messages
     assert (user["content"], assistant["content"], assistant["reasoning_content"]) == ("a", "c", "b")
     assert [call["function"]["name"] for call in assistant["tool_calls"]] == ["f", "g"]
     assert tool == {"role": "tool", "tool_call_id": "call_2", "content": "d", "name": "g"}

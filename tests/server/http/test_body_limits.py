@@ -134,9 +134,9 @@ def test_a_large_body_is_translated_off_the_event_loop(
     translators = []
     as_chat = module.as_chat  # type: ignore[attr-defined]
 
-    def noted(body: object) -> object:
+    def noted(*arguments: object) -> object:
         translators.append(threading.current_thread())
-        return as_chat(body)
+        return as_chat(*arguments)
 
     monkeypatch.setattr(module, "as_chat", noted)
     name, path = ("messages", "/v1/messages") if module is messages else ("input", "/v1/responses")
