@@ -23,6 +23,7 @@ from tests.server.http_app import (
     running_server,
     status_of,
 )
+from tests.server.server_process import wait_until
 from tests.tiers import examples
 
 HOST = b"Host: x\r\n"
@@ -409,6 +410,32 @@ def test_a_connection_above_the_limit_gets_an_error_and_slots_are_released() -> 
             assert connection.recv(1) == b""
             connection.close()
         server.control()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_idle_connections_of_one_address_give_way_to_another(is_kept: bool) -> None:
+    limits = ConnectionLimits(connections=3, turned_away=2, linger_s=0.5, head_s=1000)
+    health = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    with running_server(limits=limits) as server, server.connect() as oldest:
+        oldest.sendall(health if is_kept else b"G")
+        if is_kept:
+            assert b"200 OK" in first_response(oldest)
+        with server.connect() as younger, server.connect() as youngest:
+            for connection in (younger, youngest):
+                connection.sendall(health)
+                assert b"200 OK" in first_response(connection)
+            assert status_of(server.send(health)) == 503  # of the same address
+            address = ("127.0.0.1", server.port)
+            with socket.create_connection(address, 20, source_address=("127.0.0.2", 0)) as other:
+                other.sendall(health)
+                assert b"200 OK" in first_response(other)
+                assert oldest.recv(1) == b""  # closed in its favour
+                for connection in (younger, youngest):
+                    connection.sendall(health)
+                    assert b"200 OK" in first_response(connection)
+        networks = server.server.config.http_protocol_class.networks  # type: ignore[union-attr]
+        server.control()
+        wait_until(lambda: not networks)
 
 
 # Anything

@@ -15,6 +15,7 @@ import logging
 import resource
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,7 +27,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.http.auth import UNAUTHENTICATED, client_name
+from quire.server.http.auth import UNAUTHENTICATED, client_name, network_of
 from quire.server.http.body_budget import BodyBudget, PendingBody
 from quire.server.http.errors import BodyTooLarge, ErrorReply, InternalError, Stopping, log_failure, reply_to
 from quire.server.http.middleware import RequestLogger, RequestObserver, response_headers
@@ -140,10 +141,13 @@ class GuardedProtocol(HttpToolsProtocol):
     requests: RequestLogger
     replies_early: bool
     bodies: BodyBudget  # of all connections
+    networks: Counter[str]  # connections by network
     unread: "dict[GuardedProtocol, int]"  # connections where output waits, and its bytes
     slow_reader: Callable[[str], None]  # for metrics: why one was cut off
 
     _phase = ConnectionPhase.HEAD
+    _network = ""
+    _began_s = 0.0
     _timer: asyncio.Handle | None = None
     _num_head_bytes = 0
     _num_framing_bytes = 0  # since the last byte of a body
@@ -165,16 +169,41 @@ class GuardedProtocol(HttpToolsProtocol):
         transport.get_extra_info("socket").setsockopt(
             socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.limits.buffered_bytes
         )
+        self._network = "" if self.client is None else network_of(self.client[0])
+        self._began_s = self.loop.time()
+        self.networks[self._network] += 1
         num_others = len(self.connections) - 1
         if num_others >= self.limits.connections + self.limits.turned_away:
             transport.abort()
-        elif num_others >= self.limits.connections:
+        elif num_others >= self.limits.connections and not self._make_room():
             self._enter(ConnectionPhase.TURNED_AWAY, self.limits.linger_s, self._close)
         else:
             self._await_head()
 
+    def _make_room(self) -> bool:
+        """Above the limit: close the oldest connection without a request of the network that has the most, if that is
+        another one."""
+        network, most = max(self.networks.items(), key=lambda each: each[1])
+        if most <= self.networks[self._network]:
+            return False
+        others = [cast(GuardedProtocol, each) for each in self.connections]
+        unused = [each for each in others if each._network == network and each._is_unused]
+        if not unused:
+            return False
+        min(unused, key=lambda each: each._began_s)._close()
+        return True
+
+    @property
+    def _is_unused(self) -> bool:
+        """It has no complete request, or its response is sent."""
+        is_incomplete = self._phase in (ConnectionPhase.HEAD, ConnectionPhase.BODY)
+        return is_incomplete or (self.cycle is not None and self.cycle.response_complete)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.networks[self._network] -= 1
+        if not self.networks[self._network]:
+            del self.networks[self._network]
         if self._pending is not None:
             self._pending = None
             self.requests.abandoned(cast(Scope, self.cycle.scope))
@@ -544,6 +573,7 @@ def guarded(
     Guarded.replies_early = replies_early
     Guarded.slow_reader = staticmethod(slow_reader)
     Guarded.unread = {}
+    Guarded.networks = Counter()
     Guarded.bodies = BodyBudget(
         total_bytes=limits.all_bodies_bytes,
         client_bytes=limits.client_bodies_bytes,
