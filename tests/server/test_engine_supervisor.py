@@ -18,7 +18,7 @@ from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel
 from quire.server.engine_supervisor import (
     KILL_AFTER_S,
-    MAX_FAILED,
+    MAX_FAILED_STARTS,
     READY_WITHIN_S,
     SILENT_START_S,
     STABLE_S,
@@ -177,23 +177,61 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
     run(body())
 
 
-def test_restarts_back_off_and_then_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_starts_that_fail_back_off_and_then_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 that would fail."""
+
     async def body() -> None:
         supervised = SupervisedEngines(monkeypatch)
         watching = await supervised.watched()
-        for number in range(MAX_FAILED):
+        for number in range(20):
+            if watching.done():
+                break
+            (await supervised.started(number)).end()
+            await _turns()
+            assert watching.done() or supervised.supervisor.reason.startswith("the engine ended: it was killed")
+        with pytest.raises(EngineFailed, match=f"ended {MAX_FAILED_STARTS} times in a row while it was starting"):
+            await watching
+        assert supervised.waited_s == [0.25, 2.0, 4.0, 8.0, 16.0]
+        assert supervised.supervisor.num_restarts == MAX_FAILED_STARTS
+
+    run(body())
+
+
+def test_an_engine_that_was_ready_is_replaced_however_often_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        for number in range(50):
             engine = await supervised.started(number)
             engine.deliver(INFO)
             await _turns()
+            assert supervised.supervisor.reason is None
             supervised.now_s += STABLE_S - 1
             supervised.engine.note_heartbeat()
             engine.end()
-        with pytest.raises(EngineFailed, match=f"ended {MAX_FAILED} times in a row .* within 60 s of being ready"):
-            await watching
-        assert supervised.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
-        assert len(supervised.engines) == MAX_FAILED
+        await supervised.started(50)
+        assert supervised.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 44]
+        assert supervised.supervisor.health is Health.RESTARTING
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+def test_the_reason_of_a_kill_is_the_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        await supervised.beats(int(READY_WITHIN_S), 0.0)
+        assert supervised.supervisor.health is Health.STALLED
+        assert supervised.supervisor.reason == "no progress of the engine for 5 s, and 0.0 s were expected"
+        await supervised.beats(int(KILL_AFTER_S), 0.0)
+        await supervised.started(1)
+        assert (
+            supervised.supervisor.reason == "no progress of the engine for 30 s, and 0.0 s were expected; it was killed"
+        )
+        await supervised.supervisor.stop()
+        await watching
 
     run(body())
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from quire.core.errors import QuireError
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health
+from quire.server.http.errors import sanitized
 from quire.server.http.sse import json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.request.decode import read
@@ -29,10 +30,13 @@ class AbortBody(msgspec.Struct, frozen=True):
 
 
 async def health(state: ServerState, request: Request) -> Response:
-    """Whether the engine is alive and its loop makes progress."""
+    """Whether the engine is alive and its loop makes progress; if not, why, in one line."""
     health = state.health
     alive = health is Health.READY or (health is Health.STALLED and not state.supervisor.hangs)
-    return json_response({"status": health.value}, 200 if alive else 503)
+    body = {"status": health.value}
+    if health is not Health.READY and (reason := state.supervisor.reason) is not None:
+        body["reason"] = sanitized(reason)
+    return json_response(body, 200 if alive else 503)
 
 
 async def ready(state: ServerState, request: Request) -> Response:

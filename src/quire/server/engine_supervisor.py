@@ -2,7 +2,7 @@
 
 Health is progress: heartbeats must arrive, and what they say the engine's loop does must not take much longer than it
 was expected to; before them, the reports of the start. A configuration error (no such model, no memory) is not retried;
-other failures are retried a limited number of times.
+other failures of a start are retried a limited number of times.
 """
 
 import asyncio
@@ -29,11 +29,14 @@ _STEP_SLACK_S = 300.0
 # A start without a report for this time is killed. It reports each hundredth of the weights (1.4 GB of a model with
 # 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
 SILENT_START_S = 600.0
-STABLE_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
-MAX_FAILED = 8  # in a row; then the server gives up
+STABLE_S = 60.0  # an engine that ends sooner after it was ready makes the next one wait for longer
+MAX_FAILED_STARTS = 5  # in a row, of engines that were never ready; then the server gives up
 _CHECK_S = 0.25  # heartbeat check interval
-_FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every further one that fails
-_LONGEST_WAIT_S = 30.0
+# Before another engine is started; doubled with each further one that fails. What prevents a start (memory that is
+# held, a disk that is full) takes longer to pass than what killed an engine that was ready.
+_FIRST_WAIT_S = 0.25
+_FIRST_WAIT_AFTER_FAILED_START_S = 2.0
+_LONGEST_WAIT_S = 16.0  # so that an engine that starts in 10 s is ready within 30 s, however often it was killed
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class Supervisor:
         self._refusal: QuireError | None = None
         self._stopping = False
         self._ever_ready = False
+        self._failure: str | None = None  # why the last engine ended, until the next one is ready
         self._ready_s: float | None = None  # since when this engine is ready
         self._reported_s = 0.0  # the last report of an engine that starts
         self.num_restarts = 0
@@ -92,6 +96,11 @@ class Supervisor:
     def hangs(self) -> bool:
         """The engine has made no progress for so long that it is killed."""
         return self._engine.attached and self._stall(KILL_AFTER_S) is not None
+
+    @property
+    def reason(self) -> str | None:
+        """In one line, why the engine is not ready."""
+        return self._failure or (self._stall(READY_WITHIN_S) if self._engine.attached else None)
 
     def _stall(self, limit_s: float) -> str | None:
         """What shows that the engine makes no progress, if anything does. A step may take longer than the limit if it
@@ -121,19 +130,23 @@ class Supervisor:
 
     async def watch(self) -> None:
         """From the first start on, until `stop`. An engine that cannot be started again is raised."""
-        num_failed = 0
+        num_short = num_failed_starts = 0  # in a row
         await self._watch_one()
         while not self._stopping:
+            was_ready = self._ready_s is not None
             stable = self._ready_s is not None and self._clock() - self._ready_s >= STABLE_S
-            num_failed = 0 if stable else num_failed + 1
-            if num_failed >= MAX_FAILED:
+            num_short = 0 if stable or not was_ready else num_short + 1
+            num_failed_starts = 0 if was_ready else num_failed_starts + 1
+            if num_failed_starts >= MAX_FAILED_STARTS:
                 raise self._refusal or EngineFailed(
-                    f"The engine ended {num_failed} times in a row while it was starting or within {STABLE_S:.0f} s "
-                    f"of being ready; see above."
+                    f"The engine ended {num_failed_starts} times in a row while it was starting "
+                    f"({self._exit_reason()})."
                 )
-            status = None if self._process is None else self._process.exit_status()
-            _log.error("the engine process ended (status %s); starting another", status)
-            await self._start_another(min(_FIRST_WAIT_S * 2 ** max(num_failed - 1, 0), _LONGEST_WAIT_S))
+            self._failure = self._refusal.message if self._refusal else f"the engine ended: {self._exit_reason()}"
+            first_s = _FIRST_WAIT_S if was_ready else _FIRST_WAIT_AFTER_FAILED_START_S
+            wait_s = min(first_s * 2 ** max(num_short + num_failed_starts - 1, 0), _LONGEST_WAIT_S)
+            _log.error("%s; starting another in %s s", self._failure, wait_s)
+            await self._start_another(wait_s)
             await self._watch_one()
 
     async def _start_another(self, wait_s: float) -> None:
@@ -195,7 +208,7 @@ class Supervisor:
     def _note_ready(self, process: EngineProcess, info: EngineInfo, ready: asyncio.Event) -> None:
         if process is self._process:
             self._ever_ready = True
-            self._ready_s = self._clock()
+            self._ready_s, self._failure = self._clock(), None
             self._engine.attach(process, info)
             ready.set()
 
@@ -234,6 +247,7 @@ class Supervisor:
             stall = self._stall(KILL_AFTER_S) if self._engine.attached else None
             if stall is not None and self._process is not None:
                 _log.error("%s; killing it", stall)
+                self._refusal = EngineFailed(f"{stall}; it was killed")
                 self._process.kill()
                 await self._ended.wait()
                 return

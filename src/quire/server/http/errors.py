@@ -139,7 +139,7 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Erro
     body = error_body(error)
     parts = body["error"]
     assert isinstance(parts, dict)
-    parts["message"] = _sanitized(str(parts["message"]))
+    parts["message"] = sanitized(str(parts["message"]))
     if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         body = {
@@ -172,7 +172,8 @@ def _headers(error: QuireError, num_bytes: int) -> Headers:
     return headers
 
 
-def _sanitized(message: str) -> str:
+def sanitized(message: str) -> str:
+    """Without paths and addresses of this machine."""
     message = _MACHINE_PATH.sub("a path", _ADDRESS.sub("an address", message))
     if len(message) * _MAX_CHARACTER_BYTES <= _MAX_MESSAGE_BYTES:
         return message
