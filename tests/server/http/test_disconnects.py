@@ -123,9 +123,10 @@ def test_ctrl_c_stops_at_once_and_sends_an_error(local: LocalServer) -> None:
 
 
 def test_a_client_that_is_still_sending_its_body_gets_an_error(local: LocalServer) -> None:
-    with socket.create_connection(("127.0.0.1", local.port), PATIENCE_S) as connection, local.client() as client:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        wait_until(lambda: load(client)["server_load"] == 1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", local.port), PATIENCE_S) as connection:
+        connection.sendall(head)
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"  # the server waits for the body
         local.send_signal(signal.SIGTERM)
         response = received_until_closed(connection)
     head, _, body = response.partition(b"\r\n\r\n")
