@@ -98,19 +98,30 @@ def test_alternatives_that_fail_after_the_first_token_are_refused(worker: Compil
     assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
 
 
+TOO_LARGE = r"compiling it took more than .* of CPU time, or .* MiB"
+
+
 @pytest.mark.parametrize(
-    ("limit", "value"), [("COMPILE_CPU_S", 0.001), ("COMPILE_WALL_S", 0.001), ("COMPILE_BYTES", 0)]
+    ("limit", "value", "error", "reason"),
+    [
+        ("COMPILE_CPU_S", 0.001, InvalidGrammar, TOO_LARGE),
+        ("COMPILE_BYTES", 0, InvalidGrammar, TOO_LARGE),
+        ("COMPILE_WALL_S", 0.001, CompilersBusy, "this machine is busy"),
+    ],
 )
 def test_beyond_a_limit_the_child_is_killed_and_the_worker_continues(
-    worker: CompileWorker, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+    worker: CompileWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: float,
+    error: type[QuireError],
+    reason: str,
 ) -> None:
     pid = worker.start().pid
     with monkeypatch.context() as lowered:
         lowered.setattr(limits, limit, value)
         for _ in range(2):
-            with pytest.raises(
-                InvalidGrammar, match=r"compiling it took more than .* of CPU time, .* in all, or .* MiB"
-            ):
+            with pytest.raises(error, match=reason):
                 worker.compile(referring(4, 4, DATE))
     worker.compile(referring(4, 4, DATE))
     assert worker.start().pid == pid, "the same worker"

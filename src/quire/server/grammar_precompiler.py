@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import socket
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ class CompileWorker:
             return process
 
     def compile(self, grammar: Grammar) -> None:
-        """Compile in a new child. Raises InvalidGrammar, also if the child was killed for its use of time or memory."""
+        """Compile in a new child. Raises InvalidGrammar, also if the child was killed for its CPU time or memory."""
         for _ in range(2):
             process = self.start()
             child = self._child(process)
@@ -123,13 +124,17 @@ class CompileWorker:
             self._discard(process)  # the worker itself was killed: not the grammar's fault
         else:
             raise CompilersBusy("The grammar compiler was ended twice; try again.")
+        begun_s = time.monotonic()
         with child:
             reply = _reply(child, grammar)
+        if reply is None and time.monotonic() - begun_s >= limits.COMPILE_WALL_S:
+            raise CompilersBusy(
+                f"The {grammar.kind.value} was not compiled within {limits.COMPILE_WALL_S:g} s: this machine is busy."
+            )
         if reply is None:
-            num_mib = limits.COMPILE_BYTES >> 20
             raise InvalidGrammar(
                 f"The {grammar.kind.value} is too large: compiling it took more than {limits.COMPILE_CPU_S:g} s of CPU "
-                f"time, {limits.COMPILE_WALL_S:g} s in all, or {num_mib} MiB. Make it simpler."
+                f"time, or {limits.COMPILE_BYTES >> 20} MiB. Make it simpler."
             )
         if error := error_of(reply):
             raise error
