@@ -98,6 +98,7 @@ def test_alternatives_that_fail_after_the_first_token_are_refused(worker: Compil
     assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
 
 
+COSTLY = schema({"enum": [f"{n} of a number of long alternatives" for n in range(1200)], "$defs": {}})  # 50 KB of text
 TOO_LARGE = r"compiling it took more than .* of CPU time, or .* MiB"
 
 
@@ -122,8 +123,8 @@ def test_beyond_a_limit_the_child_is_killed_and_the_worker_continues(
         lowered.setattr(limits, limit, value)
         for _ in range(2):
             with pytest.raises(error, match=reason):
-                worker.compile(referring(4, 4, DATE))
-    worker.compile(referring(4, 4, DATE))
+                worker.compile(COSTLY)
+    worker.compile(COSTLY)
     assert worker.start().pid == pid, "the same worker"
     await_no_children(worker)
 

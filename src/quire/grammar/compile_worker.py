@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quire.core.errors import GrammarFailed, InvalidGrammar, QuireError
+from quire.core.ids import IntArray
 from quire.core.process import freeze_heap
 from quire.core.sampling import Grammar, GrammarKind
 from quire.core.worker_process import connect, limit_memory, limit_time, receive_frame, send_frame
@@ -27,7 +28,7 @@ from quire.grammar.vocabulary import GrammarVocabulary, TokenSpelling
 # Outputs that are followed to try out a grammar, and tokens of each; within some CPU time, as masks may be slow.
 _NUM_OUTPUTS = 6
 _NUM_TOKENS = 48
-_TRIAL_CPU_S = 0.4
+_TRIAL_CPU_S = 0.2  # 20 ms for an ordinary schema
 _MAX_SLOW = 1  # tokens that may take longer than the first: a virtual machine charges for time it did not get
 _CLOSING = ('"', "}", "]", ",", ":", '":', '",', "0", "1")  # taken half the time, so that JSON's parts end
 _LOWER_PRIORITY = 5  # the engine and the server come first
@@ -105,7 +106,7 @@ def main(descriptor: str) -> None:
 def _try_out(compiled: CompiledGrammar) -> None:
     """Follow some outputs for a few tokens: a grammar may exceed a limit only after its first token."""
     vocabulary = compiled.vocabulary
-    closing = np.array(sorted({token for text in _CLOSING for token in vocabulary.tokens.tokenize_str(text)}))
+    closing = sorted({token for text in _CLOSING for token in vocabulary.tokens.tokenize_str(text)})
     chance = random.Random(0)
     mask = np.zeros(vocabulary.num_words, np.int32)
     begun_s = time.thread_time()
@@ -113,18 +114,23 @@ def _try_out(compiled: CompiledGrammar) -> None:
     for _ in range(_NUM_OUTPUTS):
         matcher = compiled.matcher()
         for _ in range(_NUM_TOKENS):
-            if matcher.stopped or time.thread_time() - begun_s > _TRIAL_CPU_S:
-                break
             token_s = time.thread_time()
-            if not matcher.fill_mask(mask):
-                raise GrammarFailed()
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            likely = np.intersect1d(allowed, closing)
-            if not matcher.advance(int(chance.choice(likely if len(likely) and chance.random() < 0.5 else allowed))):
+            if matcher.stopped or token_s - begun_s > _TRIAL_CPU_S:
+                break
+            if not matcher.fill_mask(mask) or not matcher.advance(_any_token(mask, closing, chance)):
                 raise GrammarFailed()
             num_slow += time.thread_time() - token_s > limits.FIRST_MASK_CPU_S
             if num_slow > _MAX_SLOW:
                 raise GrammarFailed()
+
+
+def _any_token(mask: IntArray, closing: list[int], chance: random.Random) -> int:
+    """A random token that a mask allows: half the time one of `closing`, if one is allowed."""
+    likely = [token for token in closing if mask[token >> 5] >> (token & 31) & 1]
+    if likely and chance.random() < 0.5:
+        return chance.choice(likely)
+    word = chance.choice(np.flatnonzero(mask).tolist())
+    return 32 * int(word) + chance.choice([bit for bit in range(32) if int(mask[word]) >> bit & 1])
 
 
 def _compile_one(compiler: GrammarCompiler, connection: socket.socket) -> None:
