@@ -151,7 +151,8 @@ def test_stop_strings_lengths_siblings_beams_and_logprobs_cross_the_wire(in_harn
         assert [twin.text for twin in twins.outputs] == ["Hello there."] * 3
         beams = await w.response("hi", SamplingParams(n=2, use_beam_search=True, max_tokens=4))
         assert len(beams.outputs) == 2 and beams.outputs[0].score is not None
-        scored = await w.response("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
+        logprobs = SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3)
+        scored = await w.response("hi", logprobs, streaming=False)  # those of a stream are in its deltas
         assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
         assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
         assert w.engine.num_requests == 0

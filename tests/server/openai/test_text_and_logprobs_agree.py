@@ -49,22 +49,25 @@ def scores_of(token: int) -> TopLogprobs:
 def output_of(
     tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], params: SamplingParams
 ) -> OutputWithDeltas:
-    """Each to its length, or to its stop string."""
+    """Each to its length, or to its stop string: as a stream, and as a whole."""
     deltas, outputs = [], []
     for index, tokens in enumerate(choices):
-        transcript = SequenceOutput("0", index, params, tokenizer, prompt_ids=prompt,
-                                stop_strings=StopStrings(params.stop_strings), streaming=True)  # fmt: skip
-        received = []
-        for token in tokens:
-            received.append(transcript.push(token, scores_of(token), None))
-            if transcript.stopped:
-                received[-1] = received[-1].then(transcript.close(FinishReason.STOP))
-                break
-        else:
-            end = FinishedSequence(0, index, FinishReason.LENGTH, np.array(tokens), None, 0)
-            received[-1] = received[-1].then(transcript.end(end))
-        deltas.append(received)
-        outputs.append(transcript.output())
+        for streaming in (True, False):
+            transcript = SequenceOutput("0", index, params, tokenizer, prompt_ids=prompt,
+                                    stop_strings=StopStrings(params.stop_strings), streaming=streaming)  # fmt: skip
+            received = []
+            for token in tokens:
+                received.append(transcript.push(token, scores_of(token), None))
+                if transcript.stopped:
+                    received[-1] = received[-1].then(transcript.close(FinishReason.STOP))
+                    break
+            else:
+                end = FinishedSequence(0, index, FinishReason.LENGTH, np.array(tokens), None, 0)
+                received[-1] = received[-1].then(transcript.end(end))
+            if streaming:
+                deltas.append(received)
+            else:
+                outputs.append(transcript.output())
     scored: list[dict[int, Logprob] | None] = [
         None,
         *(logprob_entry(scores_of(token), tokenizer) for token in prompt[1:]),

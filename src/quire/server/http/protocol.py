@@ -11,12 +11,13 @@ would chunk it for every client.
 """
 
 import asyncio
+import itertools
 import logging
 import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import cast
@@ -142,12 +143,15 @@ class GuardedProtocol(HttpToolsProtocol):
     replies_early: bool
     bodies: BodyBudget  # of all connections
     networks: Counter[str]  # connections by network
+    numbers: Iterator[
+        int
+    ]  # of connections, in the order of their arrival; times of one iteration of the loop are equal
     unread: "dict[GuardedProtocol, int]"  # connections where output waits, and its bytes
     slow_reader: Callable[[str], None]  # for metrics: why one was cut off
 
     _phase = ConnectionPhase.HEAD
     _network = ""
-    _began_s = 0.0
+    _number = 0
     _timer: asyncio.Handle | None = None
     _num_head_bytes = 0
     _num_framing_bytes = 0  # since the last byte of a body
@@ -170,7 +174,7 @@ class GuardedProtocol(HttpToolsProtocol):
             socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.limits.buffered_bytes
         )
         self._network = "" if self.client is None else network_of(self.client[0])
-        self._began_s = self.loop.time()
+        self._number = next(self.numbers)
         self.networks[self._network] += 1
         num_others = len(self.connections) - 1
         if num_others >= self.limits.connections + self.limits.turned_away:
@@ -190,7 +194,7 @@ class GuardedProtocol(HttpToolsProtocol):
         unused = [each for each in others if each._network == network and each._is_unused]
         if not unused:
             return False
-        min(unused, key=lambda each: each._began_s)._close()
+        min(unused, key=lambda each: each._number)._close()
         return True
 
     @property
@@ -574,6 +578,7 @@ def guarded(
     Guarded.slow_reader = staticmethod(slow_reader)
     Guarded.unread = {}
     Guarded.networks = Counter()
+    Guarded.numbers = itertools.count()
     Guarded.bodies = BodyBudget(
         total_bytes=limits.all_bodies_bytes,
         client_bytes=limits.client_bodies_bytes,
