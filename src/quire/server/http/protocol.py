@@ -185,17 +185,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def _make_room(self) -> bool:
-        """Above the limit: close the oldest connection without a request of the network that has the most, if that is
-        another one."""
+        """Close the oldest connection without a request of the network that has the most, if that is another one."""
         network, most = max(self.networks.items(), key=lambda each: each[1])
         if most <= self.networks[self._network]:
             return False
         others = [cast(GuardedProtocol, each) for each in self.connections]
         unused = [each for each in others if each._network == network and each._is_unused]
-        if not unused:
-            return False
-        min(unused, key=lambda each: each._number)._close()
-        return True
+        if unused:
+            min(unused, key=lambda each: each._number)._close()
+        return bool(unused)
 
     @property
     def _is_unused(self) -> bool:
