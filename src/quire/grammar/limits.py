@@ -18,7 +18,7 @@ LARK_SCHEMAS = 128  # `%json` parts of one Lark grammar: 1,000 compile in 0.4 s
 
 # llguidance resolves names by recursion. It overflows a thread's stack of 8 MiB, which kills the process, at a chain of
 # 3,000 rules, of 300 rules with 20 brackets each, or of 1,000 definitions in a schema.
-LARK_PARTS = 1_024  # see validate.py: a grammar of C has about 130
+LARK_PARTS = 1_024  # see lark_source.py: a grammar of C has about 130
 LARK_WORDS = 2_048  # also in strings: 9,500 names of a rule that may be empty make a row that takes half a second
 SCHEMA_REACH = 640  # levels from each definition down to its deepest $ref, together
 
