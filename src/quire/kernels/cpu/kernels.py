@@ -73,7 +73,7 @@ class CpuKernels:
             out, width = weight.shape  # blocks of 32 inputs in pairs, and of 16 outputs
             return weight.view(out // 16, 16, width // 32, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
         # bfloat16 in oneDNN's own layout: mostly 1.2 to 1.6 times as fast (docs/log.md). float32: not measured.
-        if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
+        if weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             return packed
         return weight
