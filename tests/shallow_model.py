@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.catalog.progress import ignore
-from quire.catalog.store import fetching, present
+from quire.catalog.store import fetching, ignore, present
 
 NUM_LAYERS = 2
 WRITTEN_ANEW = ("GGUF.", "general.architecture", "llama.block_count")

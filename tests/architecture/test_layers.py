@@ -23,7 +23,7 @@ SERVER_BROKEN = "A file of the server imports only from layers below it BROKEN"
 SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "batch")
 SERVER_FILES = (
     *("async_engine", "engine_supervisor", "admission", "metrics", "model_format", "grammar_precompiler"),
-    *("context", "prompt_group", "admin", "app", "server", "tracing", "vllm_metrics", "fair_shares"),
+    *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),
     "response_store",
 )
 

@@ -6,8 +6,7 @@ import pytest
 
 from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
 from quire.sched.policy import PREFIX
-from quire.workload.arrivals import poisson
-from quire.workload.traces import sample
+from quire.workload.traces import poisson, sample
 
 MACHINE = SimulatedMachine(num_blocks=4096, max_rows=64)
 

@@ -9,8 +9,7 @@ from quire.bench.regimes import SimulatedMachine
 from quire.bench.step_sizing import H200, StepSizingResult, compare, sizings
 from quire.sched.batching import MAX_STRETCH, PER_DECODE
 from quire.sched.cost_model import StepShape
-from quire.workload.arrivals import poisson
-from quire.workload.traces import sample
+from quire.workload.traces import poisson, sample
 from tests.cli.commands import Shell
 
 MACHINE = SimulatedMachine(num_blocks=50_000, max_model_len=16_384)

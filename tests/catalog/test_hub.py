@@ -13,10 +13,10 @@ from huggingface_hub.errors import (
 )
 
 from quire.catalog import hub
-from quire.catalog.listing import ModelState, entries
 from quire.catalog.locate import missing_files
 from quire.catalog.names import DEFAULT_MODEL, HubName
-from quire.catalog.progress import FetchPhase, FetchProgress, ignore
+from quire.catalog.store import FetchPhase, FetchProgress, ignore
+from quire.cli.models import ModelState, entries
 from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 NAME = HubName("org/name", None)

@@ -7,7 +7,7 @@ import pytest
 from quire.catalog import locate as locate_module
 from quire.catalog.locate import Located, locate
 from quire.catalog.names import DEFAULT_MODEL, HubName, WheelModel
-from quire.catalog.progress import Report
+from quire.catalog.store import Report
 from quire.core.errors import ConfigError, ModelNotFound
 
 

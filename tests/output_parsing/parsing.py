@@ -3,8 +3,15 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from quire.output_parsing.emitter import Schemas
-from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart, merge_events
+from quire.output_parsing.events import (
+    OutputEvent,
+    PlainText,
+    ReasoningText,
+    Schemas,
+    ToolArguments,
+    ToolStart,
+    merge_events,
+)
 from quire.output_parsing.parser import DetectedFormat, make_parser
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.workload.arrivals import poisson, prompt_of
-from quire.workload.traces import SAMPLES, TraceRow, parse_trace, read_trace, sample
+from quire.workload.traces import SAMPLES, TraceRow, parse_trace, poisson, prompt_of, read_trace, sample
 
 AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50.2500000,396,109\n2023-11-16 18:15:46.5,374,44\n"
 SHAREGPT = b"num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n"

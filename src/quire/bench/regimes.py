@@ -18,8 +18,7 @@ from quire.sched.policy import REGIMES, Policy, Regime
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
 from quire.sim.simulator import SimulatedArrival, Simulation, SimulationAccount
-from quire.workload.arrivals import prompt_of
-from quire.workload.traces import TraceRow
+from quire.workload.traces import TraceRow, prompt_of
 
 VOCAB_SIZE = 1 << 15
 

@@ -1,7 +1,8 @@
 """The time of a fresh process from its start to its first token, by phase.
 
 Caches of compiled kernels are in a temporary folder: empty for the cold start, filled by it for the warm start. Files
-are in the page cache of the operating system in both.
+are in the page cache of the operating system in both. The measured process (`first_token`) imports what an engine
+imports, and the time of its imports is a phase.
 """
 
 import json
@@ -16,14 +17,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
-from quire.engine.startup import StartupPhase
+from quire.core.sampling import SamplingParams
+from quire.engine.build import build
+from quire.engine.machine import pick_device
+from quire.engine.startup import StartupPhase, StartupReporter
+from quire.llm import LLM
 
 # Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
 CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
 # Variables for the cache folders of compilers.
 _CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
+_PROMPT = list(range(1, 17))  # token ids that every model has
 
 
 class StartupTimes(NamedTuple):
@@ -70,3 +78,26 @@ def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) ->
     return StartupTimes(
         caches, report["first_token_s"] - started_s, tuple(StartupPhase(*phase) for phase in report["phases"])
     )
+
+
+def first_token(since_s: float, reached_s: float, torch_s: float, serving: bool) -> dict[str, object]:
+    """In the measured process: reads settings from stdin, loads the model, makes one token; the time of each phase.
+
+    `since_s`: start of the process. `reached_s`: its command was called. `torch_s`: torch was imported.
+    """
+    config = EngineConfig(**json.load(sys.stdin))
+    phases = [
+        StartupPhase("python", reached_s - since_s, "interpreter and command line"),
+        StartupPhase("torch", torch_s - reached_s, "import"),
+        StartupPhase("quire", time.monotonic() - torch_s, "import"),
+    ]
+    reporter = StartupReporter(finished=phases.append)
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize()
+        reporter.done("cuda", "context")
+    llm = LLM.over(build(config, reporter, serving=serving))
+    llm.generate(_PROMPT, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), progress=False)
+    reporter.done("first token", f"a prompt of {len(_PROMPT)} tokens")
+    return {"first_token_s": time.monotonic(), "phases": phases}

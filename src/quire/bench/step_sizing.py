@@ -23,8 +23,7 @@ from quire.sched.cost_model import CostTable, StepShape
 from quire.sched.policy import CHUNKED, Policy
 from quire.sched.scheduler import Scheduler
 from quire.sim.simulator import SimulatedArrival, Simulation
-from quire.workload.arrivals import prompt_of
-from quire.workload.traces import TraceRow
+from quire.workload.traces import TraceRow, prompt_of
 
 
 class H200:

@@ -20,7 +20,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from quire.catalog.locate import gguf_files, missing_files
 from quire.catalog.names import HubName, suggest
-from quire.catalog.progress import FetchPhase, FetchProgress, Report
+from quire.catalog.store import FetchPhase, FetchProgress, Report
 from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 _PATTERNS = ["*.safetensors", "*.json", "*.jinja"]

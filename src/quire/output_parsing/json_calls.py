@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 
-from quire.output_parsing.emitter import EventEmitter
+from quire.output_parsing.events import EventEmitter
 from quire.output_parsing.reader import SPACE, Reading, StreamReader
 
 MAX_DEPTH = 128  # of nested lists and objects; request bodies, and so schemas, may have half of it

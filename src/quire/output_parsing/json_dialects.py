@@ -7,7 +7,7 @@
   some with `[CALL_ID]…` before the arguments, some without `[ARGS]`.
 """
 
-from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
+from quire.output_parsing.events import EventEmitter, emit_text_until, skip_call_end
 from quire.output_parsing.json_calls import read_call, read_name, read_named_arguments
 from quire.output_parsing.reader import Markers, Reading, StreamReader
 

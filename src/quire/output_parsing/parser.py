@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.output_parsing.emitter import EventEmitter, Schemas
-from quire.output_parsing.events import OutputEvent, OutputParser, PlainText
+from quire.output_parsing.events import EventEmitter, OutputEvent, OutputParser, PlainText, Schemas
 from quire.output_parsing.reader import Reading, StreamReader
 from quire.output_parsing.reasoning import MISTRAL_THINK, THINK, ReasoningSplitter, ReasoningTags
 from quire.output_parsing.tool_formats import (

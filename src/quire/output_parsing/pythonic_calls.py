@@ -12,7 +12,7 @@ prefixed and concatenated strings. An unknown escape keeps its backslash, as in 
 import json
 import re
 
-from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
+from quire.output_parsing.events import EventEmitter, emit_text_until, skip_call_end
 from quire.output_parsing.json_calls import (
     MAX_DEPTH,
     MAX_NAME_CHARACTERS,

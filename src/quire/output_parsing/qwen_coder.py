@@ -7,7 +7,7 @@ where the schema has no type. JSON objects inside `<tool_call>` are read as Herm
 import json
 from collections.abc import Mapping
 
-from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
+from quire.output_parsing.events import EventEmitter, emit_text_until, skip_call_end
 from quire.output_parsing.json_calls import read_call, read_name, reject_constant
 from quire.output_parsing.json_dialects import CLOSE, OPEN
 from quire.output_parsing.reader import Markers, Reading, StreamReader

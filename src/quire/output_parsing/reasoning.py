@@ -4,8 +4,7 @@ for tool calls."""
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError, shown
-from quire.output_parsing.emitter import TrailingSpace
-from quire.output_parsing.events import OutputEvent, OutputParser, ReasoningText
+from quire.output_parsing.events import OutputEvent, OutputParser, ReasoningText, TrailingSpace
 from quire.output_parsing.reader import Markers, Reading, StreamReader
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError, shown
-from quire.output_parsing.emitter import EventEmitter
+from quire.output_parsing.events import EventEmitter
 from quire.output_parsing.json_dialects import (
     ARGS,
     CALL_ID,

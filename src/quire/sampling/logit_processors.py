@@ -19,8 +19,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import CountTokens
 from quire.kernels.transfers import upload
-from quire.sampling.row_params import BatchSubset, SamplingBatch, SamplingParamsTable
-from quire.sampling.slots import SlotPool, grown
+from quire.sampling.row_params import BatchSubset, SamplingBatch, SamplingParamsTable, SlotPool, grown
 
 
 class Penalties:

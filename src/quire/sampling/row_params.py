@@ -1,7 +1,8 @@
 """The sampling parameters of every row, on the device; and on the host, which features each row needs.
 
 The host knows the features of a batch without a synchronisation: a greedy batch costs an argmax, and a batch without
-top-k or top-p is never sorted. Does not depend on logits.
+top-k or top-p is never sorted. State that only some rows need has slots (`SlotPool`), so that vocabulary-wide tables
+hold no more rows than necessary. Does not depend on logits.
 """
 
 from collections.abc import Sequence as Many
@@ -18,12 +19,58 @@ from quire.core.sampling import RowSampling
 from quire.core.step import RowStart
 from quire.kernels.row_interface import EndColumns, SamplingTable
 from quire.kernels.transfers import upload
-from quire.sampling.slots import grown
 
 _USUAL_ENDS = 4  # end tokens per row before the table grows
-
 # Below this temperature the likeliest token always wins in float32; still a normal float32.
 _LOWEST_TEMPERATURE = 1e-30
+
+
+class SlotPool:
+    """The slot of each row. The number of slots doubles on demand, up to one per row."""
+
+    __slots__ = ("_device", "_free", "_slot_of", "capacity")
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._device = device
+        self.capacity = 0
+        self._free: list[int] = []
+        self._slot_of: NDArray[np.int64] = np.full(max_rows, -1, dtype=np.int64)
+
+    def take(self, row: Row) -> int:
+        assert self._slot_of[row] < 0, f"row {row} already holds slot {self._slot_of[row]}"
+        if not self._free:
+            capacity = min(max(1, 2 * self.capacity), len(self._slot_of))
+            assert capacity > self.capacity, "more slots taken than there are rows"
+            self._free.extend(reversed(range(self.capacity, capacity)))
+            self.capacity = capacity
+        slot = self._free.pop()
+        self._slot_of[row] = slot
+        return slot
+
+    def release(self, row: Row) -> None:
+        """Release a row's slot, if it has one."""
+        if self._slot_of[row] >= 0:
+            self._free.append(int(self._slot_of[row]))
+            self._slot_of[row] = -1
+
+    def places(self, rows: IntArray) -> NDArray[np.int64]:  # [n]; -1 for rows without one
+        found: NDArray[np.int64] = self._slot_of[rows]
+        return found
+
+    def of(self, rows: IntArray) -> Tensor:  # [n] int64, on the device
+        slots = self.places(rows)
+        assert (slots >= 0).all(), f"rows without a slot among {rows}"
+        return upload(slots, self._device)
+
+
+def grown(table: Tensor, sizes: tuple[int, ...], fill: float = 0) -> Tensor:
+    """The table with at least these sizes; what is new holds `fill`."""
+    sizes = tuple(max(old, new) for old, new in zip(table.shape, sizes, strict=True))
+    if sizes == tuple(table.shape):
+        return table
+    larger = torch.full(sizes, fill, dtype=table.dtype, device=table.device)
+    larger[tuple(slice(0, old) for old in table.shape)] = table
+    return larger
 
 
 class SamplingFeature(IntFlag):
