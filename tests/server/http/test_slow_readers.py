@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from quire.server.http.protocol import ConnectionLimits, GuardedProtocol
+from quire.server.http.slow_readers import ReaderLimits, ReaderWatch
 from tests.server.http_app import AUTH_LINE, LARGE_BYTES, RunningServer, Timers, received_until_closed, running_server
 from tests.server.server_process import wait_until
 
 LIMITS = ConnectionLimits()
+READERS = LIMITS.readers
 
 
 def get(path: bytes, more: bytes = b"") -> bytes:
@@ -28,10 +30,10 @@ def deaf(server: RunningServer, text: bytes) -> socket.socket:
     return connection
 
 
-def unread_of(server: RunningServer) -> "dict[GuardedProtocol, int]":
+def unread_of(server: RunningServer) -> dict[ReaderWatch, int]:
     protocol = server.server.config.http_protocol_class
     assert issubclass(protocol, GuardedProtocol)
-    return protocol.unread
+    return protocol.unread.readers
 
 
 def fire(server: RunningServer, timers: Timers, delay_s: float) -> None:
@@ -54,8 +56,8 @@ def server(timers: Timers) -> Iterator[RunningServer]:
 
 def let_time_pass(server: RunningServer, timers: Timers) -> None:
     """As long as a client may accept nothing."""
-    fire(server, timers, LIMITS.unread_s)
-    fire(server, timers, LIMITS.read_s - LIMITS.unread_s)
+    fire(server, timers, READERS.crowding_s)
+    fire(server, timers, READERS.period_s - READERS.crowding_s)
 
 
 def test_a_stream_that_is_not_read_is_cut_off(
@@ -92,24 +94,24 @@ def test_a_client_that_reads_enough_gets_its_response(server: RunningServer, tim
         for _ in range(3):
             wait_until(lambda: unread_of(server))
             [before] = unread_of(server).values()
-            [protocol] = unread_of(server)
-            fire(server, timers, LIMITS.unread_s)
-            while before - protocol.transport.get_write_buffer_size() < LIMITS.read_bytes:
+            [reader] = unread_of(server)
+            fire(server, timers, READERS.crowding_s)
+            while before - reader.num_unread < READERS.period_bytes:
                 received += len(connection.recv(4096))
-            fire(server, timers, LIMITS.read_s - LIMITS.unread_s)
+            fire(server, timers, READERS.period_s - READERS.crowding_s)
         received += len(received_until_closed(connection))
     assert received > LARGE_BYTES and not server.cut
 
 
 def test_too_many_unread_bytes_in_all_cut_the_largest() -> None:
-    timers, limits = Timers(), ConnectionLimits(all_unread_bytes=LARGE_BYTES)
+    timers, limits = Timers(), ConnectionLimits(readers=ReaderLimits(total_bytes=LARGE_BYTES))
     with running_server(timers=timers, limits=limits) as server, deaf(server, get(b"/v1/flood")):
         wait_until(lambda: len(unread_of(server)) == 1)
-        fire(server, timers, LIMITS.unread_s)
+        fire(server, timers, READERS.crowding_s)
         assert not server.cut
         with deaf(server, get(b"/v1/large")), deaf(server, get(b"/v1/large")):
             wait_until(lambda: len(unread_of(server)) == 3)
-            first, second = timers.running(LIMITS.unread_s)
+            first, second = timers.running(READERS.crowding_s)
             server.in_loop(first._run)
             assert server.cut == ["connections"]  # the one that has waited, and not the stream, which is small
             server.in_loop(second._run)
@@ -126,4 +128,4 @@ def test_a_client_that_reads_is_never_watched_for_long(server: RunningServer, ti
 
     assert asyncio.run(read()) > LARGE_BYTES
     wait_until(lambda: not unread_of(server))
-    assert not timers.running(LIMITS.unread_s) and not server.cut
+    assert not timers.running(READERS.crowding_s) and not server.cut

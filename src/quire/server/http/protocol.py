@@ -4,7 +4,7 @@ Against slow loris clients, a head must be complete within seconds and a body mu
 one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
 head alone is answered here: no task is made and no body is kept. Otherwise the application gets the request when its
 body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. A client
-that does not read its response is cut off. Does not depend on keys or routes.
+that does not read its response is cut off (`slow_readers.py`). Does not depend on keys or routes.
 
 HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
 would chunk it for every client.
@@ -18,7 +18,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import cast
 
@@ -33,6 +33,7 @@ from quire.server.http.body_budget import BodyBudget, PendingBody
 from quire.server.http.errors import BodyTooLarge, ErrorReply, InternalError, Stopping, log_failure, reply_to
 from quire.server.http.middleware import RequestLogger, RequestObserver, response_headers
 from quire.server.http.request_context import OTHER, RequestRecord, context_of, new_request_id
+from quire.server.http.slow_readers import ReaderLimits, ReaderWatch, UnreadOutput
 
 
 def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
@@ -106,11 +107,8 @@ class ConnectionLimits:
     client_incomplete_bodies: int = 2048  # half of the connections
     linger_s: float = 2.0  # input after a refusal is discarded for so long: a reset would discard the reply
     linger_bytes: int = 16 << 20
-    read_s: float = 40.0  # while output waits, a client must accept `read_bytes` in each such time
-    read_bytes: int = 12 << 10  # what is between the two marks of the write buffer
     buffered_bytes: int = 16 << 10  # of a response, here and unsent in the kernel: then the application waits
-    all_unread_bytes: int = 64 << 20  # of all responses, in the write buffers; above it the largest is cut off
-    unread_s: float = 5.0  # if it has waited for so long: a large response that is read takes moments
+    readers: ReaderLimits = field(default_factory=ReaderLimits)
     connections: int = _MAX_CONNECTIONS
     turned_away: int = 256  # connections above the limit that still get an error reply
 
@@ -143,10 +141,8 @@ class GuardedProtocol(HttpToolsProtocol):
     replies_early: bool
     bodies: BodyBudget  # of all connections
     networks: Counter[str]  # connections by network
-    numbers: Iterator[
-        int
-    ]  # of connections, in the order of their arrival; times of one iteration of the loop are equal
-    unread: "dict[GuardedProtocol, int]"  # connections where output waits, and its bytes
+    numbers: Iterator[int]  # of connections, as they arrive: times of one iteration of the loop are equal
+    unread: UnreadOutput  # of all connections
     slow_reader: Callable[[str], None]  # for metrics: why one was cut off
 
     _phase = ConnectionPhase.HEAD
@@ -162,8 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _early_reply: ErrorReply | None = None
     _pending: ASGI3Application | None = None  # gets the request when it is complete
     _body: PendingBody | None = None  # until the response is complete
-    _reader_timer: asyncio.Handle | None = None
-    _is_crowding = False  # its output waits long enough to be cut off for the others'
+    _reader: ReaderWatch
 
     # Called by the transport
 
@@ -173,6 +168,7 @@ class GuardedProtocol(HttpToolsProtocol):
         transport.get_extra_info("socket").setsockopt(
             socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.limits.buffered_bytes
         )
+        self._reader = ReaderWatch(self.unread, transport, self.call_later, self._cut_reader)
         self._network = "" if self.client is None else network_of(self.client[0])
         self._number = next(self.numbers)
         self.networks[self._network] += 1
@@ -210,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._pending = None
             self.requests.abandoned(cast(Scope, self.cycle.scope))
         self._forget_body()
-        self._stop_watching()
+        self._reader.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -362,20 +358,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self._forget_body()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._watch_reader()
+            self._reader.start()
         if self._phase is ConnectionPhase.BODY and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._enter(ConnectionPhase.BODY, self.limits.linger_s, self._close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._reader.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_watching()
+        self._reader.stop()
         if self.transport.is_closing():
-            self._watch_reader()
+            self._reader.start()
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -428,45 +424,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 )
             )
 
-    # Clients that do not read
-
-    def _watch_reader(self) -> None:
-        """Output waits: it must be accepted in time. A transport that closes waits for that without a limit."""
-        num_unread = self.transport.get_write_buffer_size()
-        if num_unread and self not in self.unread:
-            self.unread[self] = num_unread  # the application waits: no more is added
-            self._reader_timer = self.call_later(self.limits.unread_s, self._reader_waits)
-
-    def _reader_waits(self) -> None:
-        self._is_crowding = True
-        self._reader_timer = self.call_later(self.limits.read_s - self.limits.unread_s, self._reader_is_late)
-        while sum(self.unread.values()) > self.limits.all_unread_bytes:
-            crowding = (each for each in self.unread if each._is_crowding)
-            max(crowding, key=self.unread.__getitem__)._cut_reader("connections")
-            if self not in self.unread:
-                return
-
-    def _stop_watching(self) -> None:
-        self.unread.pop(self, None)
-        self._is_crowding = False
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-    def _reader_is_late(self) -> None:
-        num_before = self.unread[self]
-        self._stop_watching()
-        if num_before - self.transport.get_write_buffer_size() < self.limits.read_bytes:
-            self._cut_reader("stalled")
-        else:
-            self._watch_reader()
-
-    def _cut_reader(self, reason: str) -> None:
-        """Close at once. The application receives a disconnect and aborts its work."""
-        num_unread = self.transport.get_write_buffer_size()
-        self._stop_watching()
-        if not num_unread:
-            return
+    def _cut_reader(self, reason: str, num_unread: int) -> None:
+        """The client does not read: close at once. The application receives a disconnect and aborts its work."""
         fields: dict[str, object] = {"reason": reason, "unread_bytes": num_unread}
         if self.cycle is not None:
             context = context_of(cast(Scope, self.cycle.scope))
@@ -552,7 +511,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
-            self._watch_reader()
+            self._reader.start()
 
 
 def guarded(
@@ -574,7 +533,7 @@ def guarded(
     Guarded.requests = requests
     Guarded.replies_early = replies_early
     Guarded.slow_reader = staticmethod(slow_reader)
-    Guarded.unread = {}
+    Guarded.unread = UnreadOutput(limits.readers)
     Guarded.networks = Counter()
     Guarded.numbers = itertools.count()
     Guarded.bodies = BodyBudget(
