@@ -105,3 +105,13 @@ def test_the_total_is_kept_by_cutting_the_largest(sizes: list[int], total: int) 
     assert sum(reader.get_write_buffer_size() for reader in kept) <= total
     assert {reader.cut[0] for reader in readers if reader.cut is not None} <= {"connections"}
     clock.close()
+
+
+def test_readers_at_10_bytes_per_second_are_gone_within_a_minute() -> None:
+    """500 beside 64 rows: the buffers of the last are full after half a minute, since its request has to wait first."""
+    clock, everything = Clock(), UnreadOutput(LIMITS)
+    readers = [Reader(clock, everything, 24 * KIB, 10.0, since_s=30.0 * number / 499) for number in range(500)]
+    clock.run_until(60.0)
+    assert {reader.cut[0] for reader in readers if reader.cut is not None} == {"stalled"}
+    assert all(reader.cut is not None for reader in readers)
+    clock.close()

@@ -19,7 +19,7 @@ CONNECTIONS = "connections"  # all connections together have too much unread
 class ReaderLimits:
     """Bounds on one reader, and on all."""
 
-    period_s: float = 40.0
+    period_s: float = 25.0  # with half a minute to fill the buffers: within one minute
     period_bytes: int = 12 << 10  # to accept in each period while output waits: between the marks of the write buffer
     crowding_s: float = 5.0  # output that waits for so long crowds out others': a large response that is read does not
     total_bytes: int = 64 << 20  # of all connections where output waits
