@@ -23,6 +23,7 @@ _DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput coun
 _DEFAULT_CPU_ROWS = 64
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _GPU_BATCH_STEP_TOKENS = 512, 2048, 8192  # default max_num_batched_tokens
@@ -134,6 +135,10 @@ class EngineConfig:
                                "dummy: random weights at a named shape such as qwen3-0.6b.")  # fmt: skip
     device: str = _choice("--device", "auto", ("auto", "cpu", "cuda"), "Where the model runs.")
     dtype: str = _choice("--dtype", "auto", ("auto", *DTYPES), "Number format of weights and KV cache.")
+    quantization: str = _choice(
+        "--quantization", "auto", QUANTIZATIONS,
+        "Weights on a CPU. auto: as the file stores them; int8, int4: quantized at load; none: as --dtype says.",
+    )  # fmt: skip
     attention_backend: str = _choice(
         "--attention-backend", "auto", ATTENTION_BACKENDS,
         "Attention kernels on a GPU. auto: the fastest installed ones, as measured.",
@@ -210,6 +215,7 @@ class SettingsDict(TypedDict, total=False):
     load_format: str
     device: str
     dtype: object  # a name, or torch's own
+    quantization: str
     attention_backend: str
     max_model_len: int | str | None
     block_size: int
@@ -299,7 +305,6 @@ _FOREIGN = {
     "enable_chunked_prefill": "chunked prefill is always on; omit it",
     "chunked_prefill_size": _STEP,
     "n_batch": _STEP,
-    "quantization": "weights are used as stored; give a .gguf file for quantized ones",
     "kv_cache_dtype": "the KV cache has the format of the weights, which {dtype} sets",
     "trust_remote_code": "code of a model's folder is never run; omit it",
     "enable_auto_tool_choice": "tool calling is always enabled; omit it",

@@ -18,7 +18,7 @@ from quire.core.errors import UnsupportedModel
 from quire.core.model import ModelSpec, RopeKind
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
-from quire.models.parameters import DecoderWeights
+from quire.models.parameters import DecoderWeights, as_tensor
 
 
 def as_llama(spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -57,24 +57,24 @@ def as_llama(spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> Ll
 def _state(spec: ModelSpec, weights: DecoderWeights) -> dict[str, Tensor]:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     state = {
-        "model.embed_tokens.weight": weights.embedding,
+        "model.embed_tokens.weight": as_tensor(weights.embedding),
         "model.norm.weight": weights.final_norm,
-        "lm_head.weight": weights.head,
+        "lm_head.weight": as_tensor(weights.head),
     }
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
-        query, key, value = torch.split(layer.qkv, [queries, keys, keys])
-        gate, up = layer.gate_up.chunk(2)
+        query, key, value = torch.split(as_tensor(layer.qkv), [queries, keys, keys])
+        gate, up = as_tensor(layer.gate_up).chunk(2)
         state |= {
             prefix + "input_layernorm.weight": layer.attention_norm,
             prefix + "self_attn.q_proj.weight": query,
             prefix + "self_attn.k_proj.weight": key,
             prefix + "self_attn.v_proj.weight": value,
-            prefix + "self_attn.o_proj.weight": layer.output,
+            prefix + "self_attn.o_proj.weight": as_tensor(layer.output),
             prefix + "post_attention_layernorm.weight": layer.mlp_norm,
             prefix + "mlp.gate_proj.weight": gate,
             prefix + "mlp.up_proj.weight": up,
-            prefix + "mlp.down_proj.weight": layer.down,
+            prefix + "mlp.down_proj.weight": as_tensor(layer.down),
         }
     return state
 

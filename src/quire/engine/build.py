@@ -38,6 +38,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.weights.allocate import UnfilledWeights, dummy_weights
 from quire.weights.dequantize import Dequantizer
 from quire.weights.load import unfilled_weights
+from quire.weights.stored_weights import stored_weights
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
@@ -129,7 +130,7 @@ def build(
     choice = _kernels(config, spec, _DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
     to_preload = grammars if serving else None
-    unfilled = _allocate_weights(config, checkpoint, _DTYPES[dtype], device, reporter)
+    unfilled = _allocate_weights(config, checkpoint, _DTYPES[dtype], device, reporter, choice)
     weights, weight_bytes = unfilled.weights, _num_weight_bytes(unfilled.weights)
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
         _load_weights(unfilled, to_preload)
@@ -186,11 +187,12 @@ def _kernels(
     windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
     rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
     needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
-    choice = select_kernels(device.type, needs, config.attention_backend)
+    quantization = None if config.quantization in ("auto", "none") else config.quantization
+    choice = select_kernels(device.type, needs, config.attention_backend, quantization)
     if choice.attention:
         reporter.done("attention", " · ".join(choice.attention))
     else:
-        reporter.done("kernels", "import")
+        reporter.done("kernels", choice.reason)
     return choice
 
 
@@ -346,21 +348,39 @@ def _check_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> No
 
 
 def _allocate_weights(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    reporter: StartupReporter,
+    choice: KernelChoice,
+) -> UnfilledWeights:
+    """A GGUF file's weights stay as they are stored where the kernels can read them, and nothing else is asked for."""
+    stays = choice.stored_encodings and config.quantization != "none" and dtype is not torch.float32
+    if checkpoint.source is not CheckpointSource.GGUF or not stays:
+        return _allocate_tensors(config, checkpoint, dtype, device, reporter)
+    stored = stored_weights(checkpoint, _gguf_dequantizer(), choice.stored_encodings, reporter.loading)
+    return UnfilledWeights(stored, lambda: None)
+
+
+def _gguf_dequantizer() -> Dequantizer:
+    from quire.weights.gguf_dequantize import GgufDequantizer  # gguf is imported only for GGUF files
+
+    return GgufDequantizer()
+
+
+def _allocate_tensors(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
 ) -> UnfilledWeights:
     if checkpoint.source is CheckpointSource.DUMMY:
         return dummy_weights(checkpoint.spec, dtype, device, config.seed)
-    dequantizer: Dequantizer | None = None
-    if checkpoint.source is CheckpointSource.GGUF:
-        from quire.weights.gguf_dequantize import GgufDequantizer
-
-        dequantizer = GgufDequantizer()
+    dequantizer = _gguf_dequantizer() if checkpoint.source is CheckpointSource.GGUF else None
     return unfilled_weights(checkpoint, dtype, device, reporter.loading, dequantizer)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
     """A second copy of a model's weights, for comparisons."""
-    return _allocate_weights(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
+    return _allocate_tensors(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
 
 
 def _num_weight_bytes(weights: DecoderWeights) -> int:

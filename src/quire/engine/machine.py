@@ -8,9 +8,14 @@ import torch
 
 from quire.config import MachineInfo
 from quire.core.errors import ConfigError
+from quire.kernels.cpu.native_build import cpu_flags
+from quire.kernels.cpu.native_library import load_native
 
 # The instruction sets that decide how fast a CPU multiplies.
-_RELEVANT_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "amx_int8")
+_RELEVANT_FEATURES = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve"),
+)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -27,7 +32,8 @@ def inspect(device: torch.device) -> MachineInfo:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return MachineInfo("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
-    return MachineInfo("cpu", available_bytes(), "avx512_bf16" in cpu_features(), num_cores())
+    fast_bfloat16 = load_native() is not None or "avx512_bf16" in cpu_features()
+    return MachineInfo("cpu", available_bytes(), fast_bfloat16, num_cores())
 
 
 def num_cores() -> int:
@@ -45,11 +51,8 @@ def available_bytes() -> int:
 
 def cpu_features() -> tuple[str, ...]:
     """Relevant instruction sets of this CPU."""
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("flags"):
-            flags = set(line.split())
-            return tuple(name for name in _RELEVANT_FEATURES if name in flags)
-    return ()
+    flags = cpu_flags()
+    return tuple(name for name in _RELEVANT_FEATURES if name in flags)
 
 
 def _lines(path: Path) -> list[str]:

@@ -7,12 +7,15 @@ across layers. Kernels get the strided view of one layer, `store[:, layer]`.
 Slot = block * block_size + offset.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -70,6 +73,84 @@ class PartialSums(NamedTuple):
         return total.to(self.dtype)
 
 
+class StoredRows(NamedTuple):
+    """Some rows of a matrix as a file stores them."""
+
+    encoding: str  # ggml's name: F32, F16, BF16, Q4_0, …
+    num_rows: int
+    row_bytes: int
+    read: Callable[[], NDArray[np.uint8]]  # [stored rows, bytes], when they are needed
+    order: NDArray[np.int32] | None = None  # [rows]: the stored row of each; None: as stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A matrix [out, in] that stays as its file stores it, its rows in parts of one encoding each. On the CPU."""
+
+    parts: tuple[StoredRows, ...]
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its values would be rounded to."""
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.row_bytes * part.num_rows for part in self.parts)
+
+
+Weight = Tensor | QuantizedWeight
+PackedMatrix = Any  # what `Kernels.pack` returns: opaque to callers
+
+
+class StackedLayer(NamedTuple):
+    """One layer, for kernels that compute all layers of a step in one call."""
+
+    attention_norm: Tensor
+    qkv: PackedMatrix
+    qkv_bias: Tensor | None  # biases and norms are float32
+    head_norm: HeadNorm | None
+    output: PackedMatrix
+    output_bias: Tensor | None
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: PackedMatrix
+    gate_up_bias: Tensor | None
+    down: PackedMatrix
+    down_bias: Tensor | None
+    mlp_post_norm: Tensor | None
+    rule: AttentionRule  # scale and softcap are those of the first layer
+    rope: int  # index into the rotations of a step
+
+
+class StackSpec(NamedTuple):
+    """What the layers of a stack have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    ffn_size: int
+    activation: str
+    norm_eps: float
+    final_norm: Tensor
+
+
+class LayerStack(Protocol):
+    """All layers of a decoder for one step."""
+
+    def __call__(
+        self, embedded: Tensor, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None
+    ) -> Tensor:
+        """embedded: [tokens, hidden] float32, changed; kv: the whole store; selected: [n] int64, or all tokens.
+        Returns [n, hidden], normed."""
+
+
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
@@ -97,6 +178,7 @@ class Kernels(Protocol):
     """
 
     name: str
+    packs_embedding: bool  # whether `embed` reads a packed table; else it reads the weight
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of x, queries, rotations and all results for a model of this dtype: the same, or float32."""
@@ -104,18 +186,27 @@ class Kernels(Protocol):
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the KV store for a model of this dtype: the same, or another of the same size."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Once, at load: the weight [out, in] in the layout that `linear` reads (opaque to callers)."""
+    def pack(self, weight: Weight) -> PackedMatrix:
+        """Once, at load: the weight [out, in] in the layout that `linear` reads."""
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def pack_head(self, weight: Weight) -> PackedMatrix:
+        """The same for the head, which `logits` reads."""
+
+    def embed(self, tokens: Tensor, table: PackedMatrix) -> Tensor:
+        """Rows of the embedding, packed by `pack_head` or not. tokens: [tokens] int64. [tokens, hidden]."""
+
+    def stack(self, spec: StackSpec, layers: Sequence[StackedLayer]) -> LayerStack | None:
+        """All layers in one call; None: the operations below are called layer by layer."""
+
+    def linear(self, x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
-    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
+    def linear_unreduced(self, x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor | PartialSums:
         """`linear` for `add_rms_norm` only, which reads the output anyway and may reduce partial sums itself."""
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32:
-        `out`, if given.
+    def logits(self, x: Tensor, packed: PackedMatrix, weight: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed, unless the embedding
+        is packed too. Returns [rows, vocab] float32: `out`, if given.
 
         The largest logits of each row are not rounded to bfloat16, where ties are common.
         """
@@ -134,6 +225,25 @@ class Kernels(Protocol):
 
     def plan(self, layout: StepLayout, block_size: int) -> StepAttention:
         """Prepare the attention of one step."""
+
+
+class LayerByLayer:
+    """Part of a kernel set that reads weights as tensors, and computes layer by layer."""
+
+    packs_embedding = False
+
+    def pack(self, weight: Weight) -> Tensor:
+        assert isinstance(weight, Tensor), "quantized weights are dequantized for these kernels"
+        return weight
+
+    def pack_head(self, weight: Weight) -> Tensor:
+        return self.pack(weight)
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(tokens, table)
+
+    def stack(self, spec: StackSpec, layers: Sequence[StackedLayer]) -> LayerStack | None:
+        return None
 
 
 class CompiledKernels(NamedTuple):

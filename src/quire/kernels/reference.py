@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
+from quire.kernels.interface import AttentionRule, HeadNorm, LayerByLayer, PartialSums, Rotation, StepLayout
 
 
-class ReferenceKernels:
+class ReferenceKernels(LayerByLayer):
     """Loops and definitions: nothing is fused, cached or skipped."""
 
     name = "reference"
@@ -17,9 +17,6 @@ class ReferenceKernels:
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
-
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         product = x.float() @ packed.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
@@ -27,7 +24,8 @@ class ReferenceKernels:
     def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         return self.linear(x, packed, bias)
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor | None, out: Tensor | None = None) -> Tensor:
+        assert weight is not None
         return torch.mm(x.float(), weight.float().T, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -16,7 +16,9 @@ from quire.kernels.attention_backends import (
     choose_attention,
     find_backends,
 )
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu.native_kernels import NativeKernels
+from quire.kernels.cpu.native_library import STORED_ENCODINGS, load_native, why_not_native
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
 from quire.kernels.interface import Kernels, Precompiling
 from quire.kernels.reference import ReferenceKernels
@@ -32,12 +34,16 @@ class KernelChoice(NamedTuple):
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for the attention backends, on a GPU
     capturable: bool = True  # whether a step can be captured as a CUDA graph
+    stored_encodings: frozenset[str] = frozenset()  # of weights that the kernels read as a file stores them
 
 
-def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> KernelChoice:
+def select_kernels(
+    name: str, needs: AttentionNeeds | None = None, backend: str = "auto", quantization: str | None = None
+) -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
+    `quantization`: "int8" or "int4", of weights that are stored wider.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -46,15 +52,35 @@ def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str 
             param="attention_backend",
         )
     if name == "cpu":
-        kernels = CpuKernels()
-        rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
-        products = "float32 times bfloat16 matmuls on AMX" if kernels.has_amx else "packed bfloat16 weights"
-        return KernelChoice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
+        return _cpu_choice(quantization)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization} is for CPUs; on a GPU weights are bfloat16 or float16. Omit --quantization, "
+            f"or use --device cpu.",
+            param="quantization",
+        )
     if name == "cuda":
         return _gpu_choice(needs, backend)
     if name == "reference":
         return KernelChoice(ReferenceKernels(), "requested by name: the slow reference")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
+
+
+def _cpu_choice(quantization: str | None) -> KernelChoice:
+    library = load_native()
+    if library is not None:
+        kernels = NativeKernels(library, torch.get_num_threads(), quantization)
+        reason = f"the device is the CPU: native kernels for {library.name}, {torch.get_num_threads()} threads"
+        return KernelChoice(kernels, reason, stored_encodings=STORED_ENCODINGS)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization} needs the native CPU kernels, which cannot be used here: {why_not_native()}. "
+            f"Omit --quantization.",
+            param="quantization",
+        )
+    return KernelChoice(
+        TorchCpuKernels(), f"the device is the CPU: torch alone, slow; no native kernels: {why_not_native()}"
+    )
 
 
 def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:

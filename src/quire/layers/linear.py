@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels.interface import Kernels, PartialSums
+from quire.kernels.interface import Kernels, PartialSums, Weight
 
 
 class Projection(Protocol):
@@ -16,17 +16,17 @@ class Projection(Protocol):
 class Linear:
     """x @ weight.T + bias. Keeps only the packed weight, so that the caller may free the original."""
 
-    __slots__ = ("_bias", "_kernels", "_packed")
+    __slots__ = ("_kernels", "bias", "packed")
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, kernels: Kernels, weight: Weight, bias: Tensor | None = None) -> None:
         self._kernels = kernels
-        self._packed = kernels.pack(weight)
-        self._bias = bias
+        self.packed = kernels.pack(weight)
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]. Returns [tokens, out]."""
-        return self._kernels.linear(x, self._packed, self._bias)
+        return self._kernels.linear(x, self.packed, self.bias)
 
     def unreduced(self, x: Tensor) -> Tensor | PartialSums:
         """See `Kernels.linear_unreduced`."""
-        return self._kernels.linear_unreduced(x, self._packed, self._bias)
+        return self._kernels.linear_unreduced(x, self.packed, self.bias)

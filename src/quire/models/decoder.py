@@ -4,11 +4,19 @@ import copy
 from dataclasses import fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.model import ModelSpec
-from quire.kernels.interface import AttentionRule, HeadNorm, Kernels, PartialSums, StepLayout
+from quire.kernels.interface import (
+    AttentionRule,
+    HeadNorm,
+    Kernels,
+    PackedMatrix,
+    PartialSums,
+    StackedLayer,
+    StackSpec,
+    StepLayout,
+)
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMlp
@@ -24,32 +32,31 @@ class _Layer:
         "attention",
         "attention_norm",
         "attention_post_norm",
+        "down",
+        "gate_up",
         "head_norm",
         "kind",
         "mlp",
         "mlp_norm",
         "mlp_post_norm",
+        "output",
+        "qkv",
         "rope",
+        "rule",
     )
 
     def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels) -> None:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        output = Linear(kernels, weights.output, weights.output_bias)
-        down = Linear(kernels, weights.down, weights.down_bias)
+        self.qkv = Linear(kernels, weights.qkv, weights.qkv_bias)
+        self.output = Linear(kernels, weights.output, weights.output_bias)
+        self.gate_up = Linear(kernels, weights.gate_up, weights.gate_up_bias)
+        self.down = Linear(kernels, weights.down, weights.down_bias)
         self.head_norm = _head_norm(heads, weights, spec.norm_eps)
-        self.attention = Attention(
-            heads,
-            AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
-            Linear(kernels, weights.qkv, weights.qkv_bias),
-            output.unreduced if weights.attention_post_norm is None else output,
-            self.head_norm,
-        )
-        self.mlp = GatedMlp(
-            kernels,
-            Linear(kernels, weights.gate_up, weights.gate_up_bias),
-            down.unreduced if weights.mlp_post_norm is None else down,
-            spec.activation,
-        )
+        self.rule = AttentionRule(spec.scale, spec.window(index), spec.attention_softcap)
+        projection = self.output.unreduced if weights.attention_post_norm is None else self.output
+        self.attention = Attention(heads, self.rule, self.qkv, projection, self.head_norm)
+        down = self.down.unreduced if weights.mlp_post_norm is None else self.down
+        self.mlp = GatedMlp(kernels, self.gate_up, down, spec.activation)
         self.attention_norm = weights.attention_norm
         self.attention_post_norm = weights.attention_post_norm
         self.mlp_norm = weights.mlp_norm
@@ -58,6 +65,25 @@ class _Layer:
         present = tuple(getattr(weights, field.name) is not None for field in fields(weights))
         self.kind = (spec.window(index), self.rope, present)  # layers of one kind launch the same kernels
 
+    def stacked(self, rope: int) -> StackedLayer:
+        return StackedLayer(
+            attention_norm=self.attention_norm,
+            qkv=self.qkv.packed,
+            qkv_bias=_as_float32(self.qkv.bias),
+            head_norm=self.head_norm,
+            output=self.output.packed,
+            output_bias=_as_float32(self.output.bias),
+            attention_post_norm=self.attention_post_norm,
+            mlp_norm=self.mlp_norm,
+            gate_up=self.gate_up.packed,
+            gate_up_bias=_as_float32(self.gate_up.bias),
+            down=self.down.packed,
+            down_bias=_as_float32(self.down.bias),
+            mlp_post_norm=self.mlp_post_norm,
+            rule=self.rule,
+            rope=rope,
+        )
+
 
 class Decoder:
     """A decoder-only transformer over a paged KV store, for sequences of up to `max_length` tokens."""
@@ -65,17 +91,32 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, max_length: int) -> None:
         self._spec = spec
         self._kernels = kernels
-        self._embedding = weights.embedding
-        self._head = weights.head
-        self._packed_head = kernels.pack(weights.head)
+        self._packed_head = kernels.pack_head(weights.head)
+        self._head = weights.head if isinstance(weights.head, Tensor) and not kernels.packs_embedding else None
+        self._table = _embedding_table(weights, kernels, self._packed_head)
         self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
+        self._dtype = dtype
         self._activation_dtype = kernels.activation_dtype(dtype)
         ropes = dict.fromkeys(layer.rope for layer in self._layers)  # building a table is slow: one per distinct RoPE
         self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        order = {rope: index for index, rope in enumerate(self._ropes)}
+        self._stack = kernels.stack(
+            StackSpec(
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.hidden_size,
+                spec.ffn_size,
+                spec.activation,
+                spec.norm_eps,
+                self._final_norm,
+            ),
+            [layer.stacked(order[layer.rope]) for layer in self._layers],
+        )
 
     def refresh_norms(self, weights: DecoderWeights) -> None:
         """Copy QK norm weights again, after weights were loaded into the tensors given to `__init__`.
@@ -92,6 +133,7 @@ class Decoder:
         """With two layers of each kind: the first of a kind may launch differently from the others."""
         few = copy.copy(self)
         kinds = [layer.kind for layer in self._layers]
+        few._stack = None
         few._layers = [layer for index, layer in enumerate(self._layers) if kinds[:index].count(layer.kind) < 2]
         return few
 
@@ -102,7 +144,7 @@ class Decoder:
     @property
     def kv_geometry(self) -> KvGeometry:
         spec = self._spec
-        stored = self._kernels.kv_dtype(self._embedding.dtype)
+        stored = self._kernels.kv_dtype(self._dtype)
         return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
@@ -111,12 +153,14 @@ class Decoder:
 
         After the last layer's attention only the selected tokens are computed.
         """
-        step = self._kernels.plan(layout, block_size=kv.shape[3])
         rotations = {rope: table.at(layout.positions, layout.max_lengths) for rope, table in self._ropes.items()}
-        embedded = F.embedding(tokens, self._embedding)
+        embedded = self._kernels.embed(tokens, self._table)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
         embedded = embedded.to(self._activation_dtype)
+        if self._stack is not None:
+            return self._stack(embedded, layout, tuple(rotations.values()), kv, selected)
+        step = self._kernels.plan(layout, block_size=kv.shape[3])
         normed = self._kernels.rms_norm(embedded, self._layers[0].attention_norm, self._spec.norm_eps)
         residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
@@ -142,6 +186,16 @@ class Decoder:
         logits = self._kernels.logits(hidden, self._packed_head, self._head, out)
         cap = self._spec.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _embedding_table(weights: DecoderWeights, kernels: Kernels, packed_head: PackedMatrix) -> PackedMatrix:
+    if not kernels.packs_embedding:
+        return weights.embedding
+    return packed_head if weights.head is weights.embedding else kernels.pack_head(weights.embedding)
+
+
+def _as_float32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 def _head_norm(heads: Heads, weights: LayerWeights, epsilon: float) -> HeadNorm | None:

@@ -5,24 +5,25 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.core.model import ModelSpec
+from quire.kernels.interface import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in] in the model's dtype; norms are float32, ready to multiply with."""
+    """One layer. Matrices are [out, in], in the model's dtype or as stored; norms are float32 factors."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * dim, hidden]: queries, keys, values
+    qkv: Weight  # [(heads + 2 * kv_heads) * dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
     query_norm: Tensor | None  # [dim]
     key_norm: Tensor | None  # [dim]
-    output: Tensor  # [hidden, heads * dim]
+    output: Weight  # [hidden, heads * dim]
     output_bias: Tensor | None
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * ffn, hidden]: gate, then up
+    gate_up: Weight  # [2 * ffn, hidden]: gate, then up
     gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, ffn]
+    down: Weight  # [hidden, ffn]
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None  # [hidden]
 
@@ -31,10 +32,16 @@ class LayerWeights:
 class DecoderWeights:
     """Weights of a decoder. `head` is the embedding itself where the two are tied."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Weight  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden] float32
-    head: Tensor  # [vocab, hidden]
+    head: Weight  # [vocab, hidden]
+
+
+def as_tensor(weight: Weight) -> Tensor:
+    """A weight that was allocated as a tensor."""
+    assert isinstance(weight, Tensor), "the weight stays as its file stores it"
+    return weight
 
 
 def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
-from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
+from quire.models.parameters import DecoderWeights, LayerWeights, as_tensor, layer_shapes
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
@@ -81,9 +81,9 @@ def dummy_weights(
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
         weights.final_norm.fill_(1.0)
-        start = _fill(weights.embedding, drawn, 0)
+        start = _fill(as_tensor(weights.embedding), drawn, 0)
         if not spec.tied_embeddings:
-            start = _fill(weights.head, drawn, start)
+            start = _fill(as_tensor(weights.head), drawn, start)
         for layer in weights.layers:
             for name in LAYER_FIELDS:
                 tensor = getattr(layer, name)

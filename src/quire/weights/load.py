@@ -34,7 +34,7 @@ def unfilled_weights(
     """Allocate weights on a device, to be filled from a checkpoint. Missing and surplus tensors are refused now.
     Quantized tensors need a dequantizer."""
     dequantizer = dequantizer or FloatsOnly()
-    targets = _match(checkpoint, dequantizer)
+    targets = match_tensors(checkpoint, dequantizer)
     weights = empty_weights(checkpoint.spec, dtype, device)
     destinations = {name: _field(weights, target)[target.rows.start : target.rows.stop]
                     for name, target in targets.items()}  # fmt: skip
@@ -46,7 +46,7 @@ def unfilled_weights(
             slices,
             dequantizer,
             torch.device(device),
-            _LoadProgress(sum(tensor_slice.num_bytes for tensor_slice in slices), progress),
+            LoadedBytes(sum(tensor_slice.num_bytes for tensor_slice in slices), progress),
         )
         for name, target in targets.items():
             _convert(destinations[name], target, checkpoint)
@@ -54,7 +54,7 @@ def unfilled_weights(
     return UnfilledWeights(weights, fill)
 
 
-class _LoadProgress:
+class LoadedBytes:
     """Sums the bytes read, and reports them in at most 100 steps."""
 
     __slots__ = ("_done", "_progress", "_reported", "_step", "_total")
@@ -89,13 +89,17 @@ def _convert(values: Tensor, target: WeightTarget, checkpoint: Checkpoint) -> No
     family = BY_NAME[checkpoint.spec.family]
     if checkpoint.source is CheckpointSource.FOLDER and family.gemma and is_norm(target.field):
         values += 1.0  # Gemma stores its norms less one; llama.cpp's converter has added it already
-    interleaved = checkpoint.source is CheckpointSource.GGUF and family.interleaved_in_gguf
-    if interleaved and target.part in (FusedPart.QUERY, FusedPart.KEY):
+    if is_interleaved(checkpoint) and target.part in (FusedPart.QUERY, FusedPart.KEY):
         pairs = values.view(-1, checkpoint.spec.head_dim // 2, 2, *values.shape[1:])
         values.copy_(pairs.transpose(1, 2).reshape(values.shape))
 
 
-def _match(checkpoint: Checkpoint, dequantizer: Dequantizer) -> dict[str, WeightTarget]:
+def is_interleaved(checkpoint: Checkpoint) -> bool:
+    """Whether the two halves of each head's queries and keys are stored alternately, as llama.cpp does."""
+    return checkpoint.source is CheckpointSource.GGUF and BY_NAME[checkpoint.spec.family].interleaved_in_gguf
+
+
+def match_tensors(checkpoint: Checkpoint, dequantizer: Dequantizer) -> dict[str, WeightTarget]:
     """The tensors to read, by stored name; an error names those that are missing, left over or misshapen."""
     spec, source, stored = checkpoint.spec, checkpoint.source, checkpoint.tensors
     targets = expected_tensors(spec, source)

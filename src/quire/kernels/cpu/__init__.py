@@ -1,1 +1,1 @@
-"""CPU kernels: numba for norms and paged attention, AMX for matmuls where the CPU has it."""
+"""CPU kernels: native ones compiled from C++, and torch alone where there is no compiler."""

@@ -14,10 +14,10 @@ from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
 from quire.kernels.gpu.gemm.skinny import fits, skinny_gemm
 from quire.kernels.gpu.rope_and_kv_write import rope_and_write_kv
-from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
+from quire.kernels.interface import AttentionRule, HeadNorm, LayerByLayer, PartialSums, Rotation, StepLayout
 
 
-class GpuKernels:
+class GpuKernels(LayerByLayer):
     """Only launches: nothing waits for the device or reads from it, so a step can be captured as a CUDA graph.
 
     Other libraries may compute parts of the attention; theirs may wait (`AttentionBackends.capturable`).
@@ -38,9 +38,6 @@ class GpuKernels:
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
-
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         output = None if self._gemm is None else self._gemm.matmul(x, packed, bias)
         return _linear_any_gpu(x, packed, bias) if output is None else output
@@ -49,7 +46,8 @@ class GpuKernels:
         output = None if self._gemm is None else self._gemm.matmul_unreduced(x, packed, bias)
         return _linear_any_gpu(x, packed, bias) if output is None else output
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor | None, out: Tensor | None = None) -> Tensor:
+        assert weight is not None
         if weight.is_cuda and weight.dtype is not torch.float32:  # float32 accumulation, not rounded at the end
             return torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
         return torch.mm(x.float(), weight.float().T, out=out)

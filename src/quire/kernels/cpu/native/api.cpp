@@ -1,0 +1,88 @@
+// The functions that Python calls. Pointers are to memory that the caller keeps.
+#include "decoder.h"
+
+using namespace quire;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void* quire_open(int32_t num_threads) { return new Workspace(num_threads); }
+EXPORT void quire_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
+EXPORT void quire_set_threads(void* workspace, int32_t active, int64_t spin_ns) {
+    static_cast<Workspace*>(workspace)->pool.set_active(active);
+    static_cast<Workspace*>(workspace)->pool.set_spin(spin_ns);
+}
+EXPORT int64_t quire_panel_bytes(int32_t format, int32_t width) { return panel_bytes(format, width); }
+
+// rows: [count] indices of stored rows, or null for all in order. packed: filled with zeros.
+EXPORT void quire_pack(void* workspace, int32_t format, int32_t encoding, const uint8_t* stored, int64_t stored_row_bytes,
+                       const int32_t* rows, int32_t count, int32_t width, uint8_t* packed) {
+    const int64_t bytes = panel_bytes(format, width);
+    static_cast<Workspace*>(workspace)->pool.run((count + kPanelRows - 1) / kPanelRows, [&](int panel, int) {
+        for (int row = panel * kPanelRows; row < std::min(count, (panel + 1) * kPanelRows); row++)
+            pack_row(format, encoding, stored + (rows ? rows[row] : row) * stored_row_bytes, width, row % kPanelRows, packed + panel * bytes);
+    });
+}
+
+static const Segment& segment_of(const Linear& weight, int64_t row) {
+    int s = 0;
+    while (row >= weight.segments[s].first_row + weight.segments[s].num_rows) s++;
+    return weight.segments[s];
+}
+
+// Rows of a packed matrix as float32, times a factor. out: [count, width_in].
+EXPORT void quire_embed(const Linear* weight, const int64_t* rows, int32_t count, float factor, float* out) {
+    for (int i = 0; i < count; i++) {
+        const Segment& segment = segment_of(*weight, rows[i]);
+        const int64_t row = rows[i] - segment.first_row;
+        const uint8_t* panel = segment.data + row / kPanelRows * panel_bytes(segment.format, weight->width_in);
+        float* target = out + (int64_t)i * weight->width_in;
+        unpack_row(segment.format, panel, weight->width_in, (int)(row % kPanelRows), target);
+        if (factor != 1.0f) scale_row(target, factor, weight->width_in);
+    }
+}
+
+// x: [tokens, width_in]; out: [tokens, width_out].
+EXPORT void quire_linear(void* workspace, const Linear* weight, const float* x, int64_t tokens, float* out) {
+    auto& w = *static_cast<Workspace*>(workspace);
+    Timer timer(w.profile.linear);
+    linear(w.pool, *weight, w.rows(x, tokens, weight->width_in, weight->quantized), tokens, out);
+}
+
+// The operations of a layer one by one. query: [tokens, stride]; out: [tokens, heads * dim].
+EXPORT void quire_attend(void* workspace, const Heads* heads, const Step* step, int32_t window, const float* query, int64_t stride, float* out) {
+    StepAttention attention(*heads, step->num_sequences, step->tables, step->table_width, step->starts, step->lengths);
+    attention.attend(static_cast<Workspace*>(workspace)->pool, layer_of(*step, 0), window, query, stride, out);
+}
+
+// qkv: [tokens, heads + 2 * kv_heads, dim], changed. norm: [heads + kv_heads, dim], or null.
+EXPORT void quire_rotate_and_write(void* workspace, const Heads* heads, const Step* step, const float* norm, float epsilon, float* qkv) {
+    const int64_t stride = (int64_t)(heads->queries + 2 * heads->keys) * heads->dim;
+    static_cast<Workspace*>(workspace)->each_token(step->num_tokens, [&](int64_t t) {
+        rotate_and_write(*heads, *step, layer_of(*step, 0), 0, norm, epsilon, t, qkv + t * stride);
+    });
+}
+
+// Where residual is given, x is added to it first. x, residual, out: [tokens, width].
+EXPORT void quire_norm(void* workspace, const float* x, float* residual, int64_t tokens, int32_t width, float epsilon, const float* weight, float* out) {
+    static_cast<Workspace*>(workspace)->each_token(tokens, [&](int64_t t) {
+        if (residual) add_row(residual + t * width, x + t * width, width);
+        rms_norm((residual ? residual : x) + t * width, weight, width, epsilon, out + t * width);
+    });
+}
+
+// gate_up: [tokens, 2 * width]; out: [tokens, width].
+EXPORT void quire_gate(void* workspace, const float* gate_up, int64_t tokens, int32_t width, int32_t activation, float* out) {
+    static_cast<Workspace*>(workspace)->each_token(tokens, [&](int64_t t) { gate(gate_up + t * 2 * width, width, activation, out + t * width); });
+}
+
+// residual: [tokens, hidden], changed; out: [tokens, hidden], of which the selected rows are first.
+EXPORT void quire_forward(void* workspace, const Model* model, const Step* step, float* residual, float* out) {
+    Forward(*static_cast<Workspace*>(workspace), *model, *step).run(residual, out);
+}
+
+EXPORT void quire_profile(void* workspace, Profile* out) {
+    auto& w = *static_cast<Workspace*>(workspace);
+    *out = w.profile;
+    w.profile = {};
+}
+EXPORT int64_t quire_waited_ns(void* workspace) { return static_cast<Workspace*>(workspace)->pool.take_waited_ns(); }

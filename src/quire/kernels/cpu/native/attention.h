@@ -1,0 +1,381 @@
+// Attention over the pages of the KV cache: one query at a time for decodes, tiles of queries for chunks.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "elementwise.h"
+#include "packed_formats.h"
+#include "thread_pool.h"
+
+namespace quire {
+
+// One layer of the store [blocks, 2, block_size, kv_heads, dim]; strides in numbers.
+struct KvLayer {
+    uint8_t* data;
+    int64_t block_stride, value_stride, token_stride, head_stride;
+    int32_t format;  // kFloat32, kFloat16 or kBfloat16
+    int32_t block_size;
+};
+
+struct Heads {
+    int32_t queries, keys, dim;
+    float scale, softcap;
+};
+
+struct Sequence {  // a run of tokens of one sequence
+    int64_t first_token;
+    int32_t num_tokens, num_keys;  // num_keys: what the last token sees
+    const int32_t* table;
+};
+
+constexpr int kMaxDim = 512;        // of a head
+constexpr int kKeys = 64;           // keys in a tile
+constexpr int kKeysPerSplit = 512;  // keys that one softmax covers; splits are then added in order
+constexpr int kMaxTileRows = 96;    // queries times heads in a tile
+constexpr int kFewTokens = 4;       // sequences with up to so many queries are computed query by query
+
+static inline void load_numbers(const uint8_t* p, int32_t format, int width, float* out) {
+    int i = 0;
+    if (format == kFloat32) {
+        std::memcpy(out, p, sizeof(float) * width);
+        return;
+    }
+    const auto* words = reinterpret_cast<const uint16_t*>(p);
+    if (format == kFloat16) {
+        for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(out + i, Simd::load_float16(words + i));
+        for (; i < width; i++) out[i] = half_to_float(words[i]);
+    } else {
+        for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(out + i, Simd::load_bfloat16(words + i));
+        for (; i < width; i++) out[i] = bfloat_to_float(words[i]);
+    }
+}
+
+static inline void store_numbers(const float* x, int32_t format, int width, uint8_t* p) {
+    if (format == kFloat32) {
+        std::memcpy(p, x, sizeof(float) * width);
+        return;
+    }
+    auto* words = reinterpret_cast<uint16_t*>(p);
+    int i = 0;
+    if (format == kFloat16) {  // values beyond its range are clamped instead of becoming infinite
+        const Simd::Float limit = Simd::set(65504.0f), low = Simd::set(-65504.0f);
+        for (; i + Simd::kLanes <= width; i += Simd::kLanes) {
+            const Simd::Float values = Simd::load(x + i);
+            const Simd::Float invalid = Simd::multiply(values, Simd::zero());  // NaN stays NaN
+            Simd::store_float16(words + i, Simd::add(Simd::maximum(Simd::minimum(values, limit), low), invalid));
+        }
+        for (; i < width; i++) words[i] = float_to_half(x[i] != x[i] ? x[i] : std::min(std::max(x[i], -65504.0f), 65504.0f));
+    } else {
+        for (; i < width; i++) words[i] = float_to_bfloat(x[i]);
+    }
+}
+
+static inline int64_t number_bytes(int32_t format) { return format == kFloat32 ? 4 : 2; }
+
+// A block's keys are stored dimension by dimension, [kv_heads, dim, block_size], so that a vector holds several keys;
+// its values token by token, [block_size, kv_heads, dim].
+static inline uint8_t* keys_of(const KvLayer& kv, int64_t block, int head, int dim) {
+    return kv.data + (block * kv.block_stride + (int64_t)head * dim * kv.block_size) * number_bytes(kv.format);
+}
+
+static inline uint8_t* value_of(const KvLayer& kv, int64_t block, int offset, int head) {
+    return kv.data + (block * kv.block_stride + kv.value_stride + offset * kv.token_stride + head * kv.head_stride) * number_bytes(kv.format);
+}
+
+static inline float soft_cap(float score, float cap) { return cap > 0.0f ? cap * std::tanh(score / cap) : score; }
+
+static inline void scale_row(float* x, float factor, int width) {
+    int i = 0;
+    for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(x + i, Simd::multiply(Simd::load(x + i), Simd::set(factor)));
+    for (; i < width; i++) x[i] *= factor;
+}
+
+static inline void add_scaled(float* out, const float* x, float factor, int width) {
+    int i = 0;
+    for (; i + Simd::kLanes <= width; i += Simd::kLanes)
+        Simd::store(out + i, Simd::multiply_add(Simd::load(x + i), factor, Simd::load(out + i)));
+    for (; i < width; i++) out[i] += factor * x[i];
+}
+
+// One tile's scores of a row become weights; `highest` and `total` are the softmax so far. Returns what the row's
+// output so far must be multiplied with.
+static inline float weigh(float* scores, int count, float& highest, float& total) {
+    float peak = highest;
+    bool invalid = false;
+    for (int i = 0; i < count; i++) {
+        peak = std::max(peak, scores[i]);
+        invalid |= scores[i] != scores[i];
+    }
+    if (peak == -std::numeric_limits<float>::infinity() && !invalid) {  // every key is hidden
+        std::fill(scores, scores + kKeys, 0.0f);
+        return 1.0f;
+    }
+    const float factor = std::exp(highest - peak);
+    for (int i = count; i < kKeys; i++) scores[i] = -std::numeric_limits<float>::infinity();
+    Simd::Float sum = Simd::zero();
+    for (int i = 0; i < kKeys; i += Simd::kLanes) {
+        const Simd::Float distance = Simd::subtract(Simd::load(scores + i), Simd::set(peak));
+        const Simd::Float weight = exponential(distance);
+        Simd::store(scores + i, weight);
+        sum = Simd::add(sum, weight);
+    }
+    // exponential() gives e to -87 at the least: too little to matter, except for hidden keys, which are exactly 0.
+    for (int i = count; i < kKeys; i++) scores[i] = 0.0f;
+    if (invalid) sum = Simd::set(std::numeric_limits<float>::quiet_NaN());
+    total = total * factor + Simd::sum(sum);
+    highest = peak;
+    return factor;
+}
+
+struct Softmax {  // so far: the highest score, and the sum of e to (score - highest)
+    float highest = -std::numeric_limits<float>::infinity(), total = 0.0f;
+};
+
+struct TileBuffers {
+    std::vector<float> keys, values, scores, queries, split, output;
+    std::vector<Softmax> split_softmax, softmax;
+    void reserve(int rows, int padded) {
+        keys.resize((size_t)padded * kKeys);
+        values.resize((size_t)padded * kKeys);
+        scores.resize((size_t)rows * kKeys);
+        queries.resize((size_t)rows * padded);
+        split.resize((size_t)rows * padded);
+        output.resize((size_t)rows * padded);
+        split_softmax.resize(rows);
+        softmax.resize(rows);
+    }
+};
+
+// c[rows, columns] (+)= a[rows, depth] b[depth, columns], b and c with a stride; columns are a multiple of kLanes.
+template <bool kAdd, int kRows, int kColumns>
+static inline void product_tile(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c) {
+    Simd::Float total[kRows][kColumns];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) total[r][j] = kAdd ? Simd::load(c + r * stride_c + j * Simd::kLanes) : Simd::zero();
+    for (int k = 0; k < depth; k++) {
+        Simd::Float right[kColumns];
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) right[j] = Simd::load(b + k * stride_b + j * Simd::kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < kColumns; j++) total[r][j] = Simd::multiply_add(right[j], a[r * stride_a + k], total[r][j]);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) Simd::store(c + r * stride_c + j * Simd::kLanes, total[r][j]);
+}
+
+template <bool kAdd>
+static void product(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, int columns) {
+    constexpr int kWide = 2;
+    for (int j = 0; j < columns;) {
+        const bool wide = j + kWide * Simd::kLanes <= columns;
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) {
+            if (wide) product_tile<kAdd, 4, kWide>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
+            else product_tile<kAdd, 4, 1>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
+        }
+        for (; r < rows; r++) {
+            if (wide) product_tile<kAdd, 1, kWide>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
+            else product_tile<kAdd, 1, 1>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
+        }
+        j += wide ? kWide * Simd::kLanes : Simd::kLanes;
+    }
+}
+
+static inline int padded_dim(int dim) { return (dim + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes; }
+
+// Keys [base + begin, base + count) as float32: keys [dim, kKeys], values [kKeys, padded]. base is a multiple of kKeys.
+// Those before them are zeros: their blocks may hold anything.
+static void load_tile(const KvLayer& kv, const int32_t* table, int head, int dim, int base, int begin, int count, TileBuffers& buffers) {
+    const int padded = padded_dim(dim);
+    if (begin > 0) {
+        for (int d = 0; d < dim; d++) std::fill(buffers.keys.data() + d * kKeys, buffers.keys.data() + d * kKeys + begin, 0.0f);
+        std::fill(buffers.values.data(), buffers.values.data() + (size_t)begin * padded, 0.0f);
+    }
+    for (int i = begin; i < count;) {
+        const int key = base + i, offset = key % kv.block_size, run = std::min(kv.block_size - offset, count - i);
+        const int64_t block = table[key / kv.block_size];
+        const uint8_t* keys = keys_of(kv, block, head, dim) + offset * number_bytes(kv.format);
+        for (int d = 0; d < dim; d++)
+            load_numbers(keys + (int64_t)d * kv.block_size * number_bytes(kv.format), kv.format, run, buffers.keys.data() + d * kKeys + i);
+        for (int j = 0; j < run; j++)
+            load_numbers(value_of(kv, block, offset + j, head), kv.format, dim, buffers.values.data() + (i + j) * padded);
+        i += run;
+    }
+    if (count < kKeys)
+        for (int d = 0; d < dim; d++) std::fill(buffers.keys.data() + d * kKeys + count, buffers.keys.data() + (d + 1) * kKeys, 0.0f);
+}
+
+// Rows of queries over keys [first, last) of one split. Row r is at position + r / group. queries: [rows, padded],
+// scaled; out: [rows, padded], not divided by the total.
+static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* table, int key_head, int window, int position, const float* queries,
+                         int rows, int first, int last, TileBuffers& buffers, float* out, Softmax* softmax) {
+    const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
+    std::fill(out, out + (size_t)rows * padded, 0.0f);
+    std::fill(softmax, softmax + rows, Softmax());
+    for (int base = first / kKeys * kKeys; base < last; base += kKeys) {
+        const int keys = std::min(kKeys, last - base);
+        load_tile(kv, table, key_head, heads.dim, base, std::max(0, first - base), keys, buffers);
+        product<false>(queries, padded, rows, buffers.keys.data(), kKeys, heads.dim, buffers.scores.data(), kKeys, kKeys);
+        for (int r = 0; r < rows; r++) {
+            float* scores = buffers.scores.data() + r * kKeys;
+            const int at = position + r / group;
+            const int visible = std::max(0, std::min(keys, at + 1 - base));
+            const int hidden = window > 0 ? std::min(visible, std::max(0, at - window + 1 - base)) : 0;
+            if (heads.softcap > 0.0f)
+                for (int i = 0; i < visible; i++) scores[i] = soft_cap(scores[i], heads.softcap);
+            std::fill(scores, scores + hidden, -std::numeric_limits<float>::infinity());
+            const float factor = weigh(scores, visible, softmax[r].highest, softmax[r].total);
+            std::fill(scores, scores + hidden, 0.0f);
+            if (factor != 1.0f) scale_row(out + r * padded, factor, padded);
+        }
+        product<true>(buffers.scores.data(), kKeys, rows, buffers.values.data(), padded, keys, out, padded, padded);
+    }
+}
+
+// Adds a split to what the splits before it gave. The order is that of the keys, in chunks and decodes alike.
+static inline void add_split(const Softmax& split, const float* split_output, Softmax& softmax, float* output, int width) {
+    if (split.total == 0.0f) return;  // all its keys are hidden
+    if (softmax.total == 0.0f) {
+        std::copy(split_output, split_output + width, output);
+        softmax = split;
+        return;
+    }
+    const float highest = std::max(softmax.highest, split.highest);
+    const float before = std::exp(softmax.highest - highest), now = std::exp(split.highest - highest);
+    scale_row(output, before, width);
+    add_scaled(output, split_output, now, width);
+    softmax = {highest, softmax.total * before + split.total * now};
+}
+
+static inline void finish_row(const float* output, const Softmax& softmax, int dim, float* out) {
+    const float inverse = 1.0f / softmax.total;
+    for (int d = 0; d < dim; d++) out[d] = output[d] * inverse;
+}
+
+static inline void load_queries(const float* query, int64_t stride, const Heads& heads, int key_head, int rows, float* out) {
+    const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
+    for (int r = 0; r < rows; r++) {
+        const float* source = query + r / group * stride + (key_head * group + r % group) * heads.dim;
+        for (int d = 0; d < heads.dim; d++) out[r * padded + d] = source[d] * heads.scale;
+    }
+}
+
+// Tokens [first, first + count) of a sequence, with all query heads of a key head. query, out: [tokens, stride].
+static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& sequence, int window, int key_head, int first, int count,
+                        const float* query, int64_t query_stride, float* out, int64_t out_stride, TileBuffers& buffers) {
+    const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim), rows = group * count;
+    buffers.reserve(rows, padded);
+    const int position = sequence.num_keys - sequence.num_tokens + first, last = position + count;
+    const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
+    load_queries(query + first * query_stride, query_stride, heads, key_head, rows, buffers.queries.data());
+    std::fill(buffers.softmax.begin(), buffers.softmax.begin() + rows, Softmax());
+    for (int base = lowest / kKeysPerSplit * kKeysPerSplit; base < last; base += kKeysPerSplit) {
+        attend_split(kv, heads, sequence.table, key_head, window, position, buffers.queries.data(), rows, std::max(base, lowest),
+                     std::min(base + kKeysPerSplit, last), buffers, buffers.split.data(), buffers.split_softmax.data());
+        for (int r = 0; r < rows; r++)
+            add_split(buffers.split_softmax[r], buffers.split.data() + r * padded, buffers.softmax[r], buffers.output.data() + r * padded, padded);
+    }
+    for (int r = 0; r < rows; r++)
+        finish_row(buffers.output.data() + r * padded, buffers.softmax[r], heads.dim,
+                   out + (first + r / group) * out_stride + (key_head * group + r % group) * heads.dim);
+}
+
+// What a step computes for each layer: its sequences cut into tasks, once. A long chunk is cut into tiles of queries;
+// a few queries are cut by keys, so that one decode keeps several threads busy.
+class StepAttention {
+public:
+    // tables: [sequences, width]; starts: [sequences + 1]; lengths: [sequences], 0 for padding.
+    StepAttention(const Heads& heads, int num_sequences, const int32_t* tables, int64_t width, const int32_t* starts, const int32_t* lengths)
+        : heads_(heads), padded_(padded_dim(heads.dim)) {
+        const int tokens_per_tile = std::max(1, kMaxTileRows / (heads.queries / heads.keys));
+        for (int s = 0; s < num_sequences; s++) {
+            const Sequence sequence{starts[s], starts[s + 1] - starts[s], lengths[s], tables + s * width};
+            if (sequence.num_keys == 0 || sequence.num_tokens == 0) continue;
+            if (sequence.num_tokens <= kFewTokens) {
+                for (int t = 0; t < sequence.num_tokens; t++) add_query(sequence, t);
+                continue;
+            }
+            for (int t = 0; t < sequence.num_tokens; t += tokens_per_tile)
+                for (int k = 0; k < heads.keys; k++)
+                    tiles_.push_back({sequence, k, t, std::min(tokens_per_tile, sequence.num_tokens - t)});
+        }
+        // The longest first, so that the threads end together.
+        std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& x, const Tile& y) { return x.position() > y.position(); });
+    }
+
+    // query: [tokens, query_stride], the heads of a token side by side; out: [tokens, heads * dim].
+    void attend(ThreadPool& pool, const KvLayer& kv, int window, const float* query, int64_t query_stride, float* out) {
+        const int64_t out_stride = (int64_t)heads_.queries * heads_.dim;
+        buffers_.resize(pool.num_threads());
+        split_outputs_.resize(splits_.size() * heads_.queries * padded_);
+        split_softmax_.resize(splits_.size() * heads_.queries);
+        const int num_tiles = (int)tiles_.size(), num_tasks = num_tiles + (int)splits_.size() * heads_.keys;
+        pool.run(num_tasks, [&](int task, int thread) {
+            if (task < num_tiles) {
+                const Tile& tile = tiles_[task];
+                attend_tile(kv, heads_, tile.sequence, window, tile.key_head, tile.first, tile.count,
+                            query + tile.sequence.first_token * query_stride, query_stride,
+                            out + tile.sequence.first_token * out_stride, out_stride, buffers_[thread]);
+            } else {
+                const int split = (task - num_tiles) / heads_.keys, key_head = (task - num_tiles) % heads_.keys;
+                attend_query_split(kv, window, split, key_head, query, query_stride, buffers_[thread]);
+            }
+        });
+        for (const Query& each : queries_)
+            for (int h = 0; h < heads_.queries; h++) merge(each, h, out + each.token * out_stride + h * heads_.dim);
+    }
+
+private:
+    struct Query { int64_t token; int first_split, num_splits; };
+    struct Split { int64_t token; const int32_t* table; int position, first, last; };
+    struct Tile {
+        Sequence sequence;
+        int key_head, first, count;
+        int position() const { return sequence.num_keys - sequence.num_tokens + first; }
+    };
+
+    void add_query(const Sequence& sequence, int t) {
+        const int keys = sequence.num_keys - sequence.num_tokens + t + 1;
+        const int64_t token = sequence.first_token + t;
+        queries_.push_back({token, (int)splits_.size(), (keys + kKeysPerSplit - 1) / kKeysPerSplit});
+        for (int first = 0; first < keys; first += kKeysPerSplit)
+            splits_.push_back({token, sequence.table, keys - 1, first, std::min(first + kKeysPerSplit, keys)});
+    }
+    size_t head_of_split(int split, int head) const { return (size_t)split * heads_.queries + head; }
+
+    void attend_query_split(const KvLayer& kv, int window, int index, int key_head, const float* query, int64_t query_stride, TileBuffers& buffers) {
+        const Split& split = splits_[index];
+        const int group = heads_.queries / heads_.keys;
+        const size_t place = head_of_split(index, key_head * group);
+        buffers.reserve(group, padded_);
+        load_queries(query + split.token * query_stride, query_stride, heads_, key_head, group, buffers.queries.data());
+        const int first = window > 0 ? std::max(split.first, split.position - window + 1) : split.first;
+        attend_split(kv, heads_, split.table, key_head, window, split.position, buffers.queries.data(), group, std::min(first, split.last), split.last,
+                     buffers, split_outputs_.data() + place * padded_, split_softmax_.data() + place);
+    }
+    void merge(const Query& query, int head, float* out) {
+        float* first = split_outputs_.data() + head_of_split(query.first_split, head) * padded_;
+        Softmax& softmax = split_softmax_[head_of_split(query.first_split, head)];
+        for (int s = query.first_split + 1; s < query.first_split + query.num_splits; s++)
+            add_split(split_softmax_[head_of_split(s, head)], split_outputs_.data() + head_of_split(s, head) * padded_, softmax, first, padded_);
+        finish_row(first, softmax, heads_.dim, out);
+    }
+
+    const Heads heads_;
+    const int padded_;
+    std::vector<Tile> tiles_;
+    std::vector<Query> queries_;
+    std::vector<Split> splits_;
+    std::vector<TileBuffers> buffers_;
+    std::vector<float> split_outputs_;
+    std::vector<Softmax> split_softmax_;
+};
+
+}  // namespace quire

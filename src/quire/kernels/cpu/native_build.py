@@ -1,0 +1,145 @@
+"""Compiles the native CPU kernels, and finds compiled ones. Does not depend on torch or the rest of the package.
+
+A library is compiled for each set of instructions of an architecture, and named after a hash of its sources. Installing
+quire from source compiles all of them into the package (`hatch_build.py`); where that was not possible, the one that
+this CPU needs is compiled into the cache folder when it is first used.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parent / "native"
+CHOICE_VARIABLE = "QUIRE_CPU_KERNELS"  # for tests: the name of a variant, or "none"
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-w", "-pthread")
+
+
+class Variant(NamedTuple):
+    """One compilation of the kernels."""
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]  # that the CPU must have, as Linux names them
+
+    @property
+    def file_name(self) -> str:
+        return f"quire_{self.name}_{source_hash()}.so"
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX512_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+
+# The best first.
+VARIANTS = {
+    "x86_64": (
+        Variant("avx512_vnni", (*_AVX512_FLAGS, "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+        Variant("avx512", _AVX512_FLAGS, _AVX512),
+        Variant("avx_vnni", ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
+        Variant("avx2", ("-mavx2", "-mfma", "-mf16c"), _AVX2),
+    ),
+    "aarch64": (
+        Variant("neon_dotprod", ("-march=armv8.2-a+dotprod+fp16",), frozenset({"asimd", "asimddp", "asimdhp"})),
+        Variant("neon", ("-march=armv8-a",), frozenset({"asimd"})),
+    ),
+}
+
+
+def source_hash() -> str:
+    """Of the sources and the flags: a library of other sources is never loaded."""
+    digest = hashlib.sha256(repr((_FLAGS, VARIANTS.get(platform.machine()))).encode())
+    for source in sorted(SOURCES.glob("*.[hc]*")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of this CPU, as Linux names them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def usable_variants() -> tuple[Variant, ...]:
+    """Those that this CPU can run, the best first. The environment may choose one, or none."""
+    chosen = os.environ.get(CHOICE_VARIABLE, "")
+    known = VARIANTS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+    flags = cpu_flags()
+    usable = tuple(variant for variant in known if variant.features <= flags)
+    return tuple(variant for variant in usable if variant.name == chosen) if chosen else usable
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine: $CXX, g++, c++ or clang++."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/quire/kernels`, or the same under `~/.cache`."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "quire" / "kernels"
+
+
+def find_library(variant: Variant) -> Path | None:
+    """A compiled library of these sources, in the package or in the cache folder."""
+    for folder in (SOURCES, cache_folder()):
+        if (folder / variant.file_name).is_file():
+            return folder / variant.file_name
+    return None
+
+
+class CompilationFailed(Exception):
+    """The compiler's first error, or why it was not started."""
+
+
+def compile_variant(variant: Variant, folder: Path) -> Path:
+    """Compile into a folder. The library appears when it is complete."""
+    program = compiler()
+    if program is None:
+        raise CompilationFailed("no C++ compiler is installed (g++ or clang++)")
+    target = folder / variant.file_name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".compile-", dir=folder) as scratch:
+            made = Path(scratch) / "library.so"
+            command = [program, *_FLAGS, *variant.flags, str(SOURCES / "api.cpp"), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+            if done.returncode != 0:
+                raise CompilationFailed(next(iter(done.stderr.splitlines()), f"{program} exited {done.returncode}"))
+            made.replace(target)
+    except OSError as error:
+        raise CompilationFailed(str(error)) from error
+    return target
+
+
+def compile_all(folder: Path = SOURCES) -> tuple[Path, ...]:
+    """Every variant of this architecture that the compiler knows: an older one may lack the newest instructions."""
+    variants = VARIANTS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+    if compiler() is None:
+        return ()
+
+    def compiled(variant: Variant) -> Path | None:
+        if (folder / variant.file_name).is_file():
+            return folder / variant.file_name
+        try:
+            return compile_variant(variant, folder)
+        except CompilationFailed:
+            return None
+
+    with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+        return tuple(path for path in pool.map(compiled, variants) if path is not None)

@@ -1,0 +1,263 @@
+"""CPU kernels in C++: packed weights, paged attention and whole layers, on threads of their own.
+
+Activations are float32. Weights are as stored: 4 to 8 bits, 16-bit or float32; with less than 16 bits, activations are
+rounded to 8 bits for each product. All layers of a step are one call. Results do not depend on the batch.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.native_library import (
+    NativeHeads,
+    NativeLayer,
+    NativeLibrary,
+    NativeLinear,
+    NativeModel,
+    NativeProfile,
+    NativeStep,
+    PackedFormat,
+)
+from quire.kernels.cpu.packed_weight import PackedWeight, pack_weight, unpack_rows
+from quire.kernels.interface import (
+    AttentionRule,
+    HeadNorm,
+    PartialSums,
+    Rotation,
+    StackedLayer,
+    StackSpec,
+    StepLayout,
+    Weight,
+)
+
+_KV_FORMATS = {
+    torch.float32: PackedFormat.FLOAT32,
+    torch.float16: PackedFormat.FLOAT16,
+    torch.bfloat16: PackedFormat.BFLOAT16,
+}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+MAX_HEAD_DIM, MAX_GROUP = 512, 64  # of the attention kernels
+
+
+class NativeKernels:
+    """Every operation by the native library, on a pool of threads."""
+
+    name = "cpu"
+    packs_embedding = True
+
+    def __init__(self, library: NativeLibrary, num_threads: int, quantization: str | None = None) -> None:
+        self._library = library
+        self._call = library.functions
+        self._quantization = quantization
+        self.workspace = self._call.quire_open(num_threads)
+        weakref.finalize(self, self._call.quire_close, self.workspace)
+
+    @property
+    def variant(self) -> str:
+        return self._library.name
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # float16 has three more mantissa bits than bfloat16; values beyond its range are clamped.
+        return torch.float32 if dtype is torch.float32 else torch.float16
+
+    def set_threads(self, active: int, spin_s: float) -> None:
+        """How many threads compute, and how long one that waits spins before it sleeps."""
+        self._call.quire_set_threads(self.workspace, active, int(spin_s * 1e9))
+
+    def profile(self) -> NativeProfile:
+        """Time by kind of work since the last call."""
+        profile = NativeProfile()
+        self._call.quire_profile(self.workspace, ctypes.byref(profile))
+        return profile
+
+    def pack(self, weight: Weight) -> PackedWeight:
+        return pack_weight(self._library, self.workspace, weight, self._quantization)
+
+    def pack_head(self, weight: Weight) -> PackedWeight:
+        """The head decides every token: not fewer than 8 bits, unless it is stored so."""
+        return pack_weight(self._library, self.workspace, weight, "int8" if self._quantization else None)
+
+    def embed(self, tokens: Tensor, table: PackedWeight) -> Tensor:
+        return unpack_rows(self._library, table, tokens.numpy(), 1.0)
+
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        x = x.float().contiguous()
+        output = torch.empty(len(x), packed.shape[0])
+        self._call.quire_linear(self.workspace, ctypes.byref(packed.native), x.data_ptr(), len(x), output.data_ptr())
+        return output if bias is None else output.add_(bias)
+
+    def linear_unreduced(self, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        return self.linear(x, packed, bias)
+
+    def logits(self, x: Tensor, packed: PackedWeight, weight: Tensor | None, out: Tensor | None = None) -> Tensor:
+        logits = self.linear(x, packed, None)
+        return logits if out is None else out.copy_(logits)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.float().contiguous()
+        output = torch.empty_like(x)
+        self._norm(x, None, weight, epsilon, output)
+        return output
+
+    def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        assert isinstance(x, Tensor) and residual.is_contiguous(), "these kernels give whole sums, in float32"
+        output = torch.empty_like(residual)
+        self._norm(x.float().contiguous(), residual, weight, epsilon, output)
+        return output
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, output: Tensor) -> None:
+        width = x.shape[-1]
+        self._call.quire_norm(
+            self.workspace,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            x.numel() // width if width else 0,
+            width,
+            epsilon,
+            weight.data_ptr(),
+            output.data_ptr(),
+        )
+
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate_up = gate_up.float().contiguous()
+        width = gate_up.shape[-1] // 2
+        output = torch.empty(len(gate_up), width)
+        self._call.quire_gate(
+            self.workspace, gate_up.data_ptr(), len(gate_up), width, _ACTIVATIONS[activation], output.data_ptr()
+        )
+        return output
+
+    def plan(self, layout: StepLayout, block_size: int) -> "NativeAttention":
+        return NativeAttention(self, layout)
+
+    def stack(self, spec: StackSpec, layers: Sequence[StackedLayer]) -> "NativeStack | None":
+        if spec.head_dim > MAX_HEAD_DIM or spec.num_heads // spec.num_kv_heads > MAX_GROUP:
+            return None
+        return NativeStack(self, spec, layers)
+
+
+class _StepMemory:
+    """A `NativeStep` and the tensors that it points to."""
+
+    __slots__ = ("_kept", "native")
+
+    def __init__(self, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None) -> None:
+        """kv: [blocks, layers, 2, block_size, kv_heads, dim], strided."""
+        tables = layout.tables.contiguous()
+        self._kept = (layout, tables, rotations, selected)
+        step = self.native = NativeStep()
+        step.num_tokens, step.num_sequences = len(layout.positions), len(tables)
+        step.slots = layout.slots.data_ptr()
+        step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
+        step.starts, step.lengths = layout.query_starts.data_ptr(), layout.context_lengths.data_ptr()
+        for index, rotation in enumerate(rotations):
+            step.cos[index], step.sin[index] = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+            step.rotary[index] = rotation.cos.shape[-1]
+        step.kv = kv.data_ptr()
+        strides = kv.stride()
+        step.block_stride, step.layer_stride, step.value_stride, step.token_stride, step.head_stride = strides[:5]
+        step.kv_format, step.block_size = _KV_FORMATS[kv.dtype], kv.shape[3]
+        if selected is not None:
+            step.selected, step.num_selected = selected.data_ptr(), len(selected)
+
+
+class NativeAttention:
+    """The attention of one step, one layer at a time."""
+
+    def __init__(self, kernels: NativeKernels, layout: StepLayout) -> None:
+        self._kernels = kernels
+        self._layout = layout
+
+    def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        assert qkv.is_contiguous() and qkv.dtype is torch.float32
+        step = _StepMemory(self._layout, [rotation], kv_layer[:, None], None)
+        kv_heads, dim = kv_layer.shape[3:]
+        heads = NativeHeads(qkv.shape[1] - 2 * kv_heads, kv_heads, dim, 1.0, 0.0)
+        self._kernels._call.quire_rotate_and_write(
+            self._kernels.workspace,
+            ctypes.byref(heads),
+            ctypes.byref(step.native),
+            None if head_norm is None else head_norm.weight.data_ptr(),
+            0.0 if head_norm is None else head_norm.epsilon,
+            qkv.data_ptr(),
+        )
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        assert query.stride()[1:] == (query.shape[2], 1) and query.dtype is torch.float32
+        step = _StepMemory(self._layout, [], kv_layer[:, None], None)
+        heads = NativeHeads(query.shape[1], kv_layer.shape[3], query.shape[2], rule.scale, rule.softcap)
+        output = torch.empty(len(query), query.shape[1] * query.shape[2])
+        self._kernels._call.quire_attend(
+            self._kernels.workspace,
+            ctypes.byref(heads),
+            ctypes.byref(step.native),
+            rule.window,
+            query.data_ptr(),
+            query.stride(0),
+            output.data_ptr(),
+        )
+        return output
+
+
+class NativeStack:
+    """All layers of a decoder, in one call."""
+
+    def __init__(self, kernels: NativeKernels, spec: StackSpec, layers: Sequence[StackedLayer]) -> None:
+        self._kernels = kernels
+        self._kept = (layers, spec)
+        self._layers = (NativeLayer * len(layers))()
+        for native, layer in zip(self._layers, layers, strict=True):
+            native.qkv = _with_bias(layer.qkv, layer.qkv_bias)
+            native.output = _with_bias(layer.output, layer.output_bias)
+            native.gate_up = _with_bias(layer.gate_up, layer.gate_up_bias)
+            native.down = _with_bias(layer.down, layer.down_bias)
+            native.attention_norm = layer.attention_norm.data_ptr()
+            native.mlp_norm = layer.mlp_norm.data_ptr()
+            native.attention_post_norm = _pointer(layer.attention_post_norm)
+            native.mlp_post_norm = _pointer(layer.mlp_post_norm)
+            native.head_norm = None if layer.head_norm is None else layer.head_norm.weight.data_ptr()
+            native.window, native.rope = layer.rule.window, layer.rope
+        rule = layers[0].rule
+        self._model = NativeModel(
+            NativeHeads(spec.num_heads, spec.num_kv_heads, spec.head_dim, rule.scale, rule.softcap),
+            spec.hidden_size,
+            spec.ffn_size,
+            len(layers),
+            _ACTIVATIONS[spec.activation],
+            spec.norm_eps,
+            spec.norm_eps,
+            self._layers,
+            spec.final_norm.data_ptr(),
+        )
+
+    def __call__(
+        self, embedded: Tensor, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None
+    ) -> Tensor:
+        step = _StepMemory(layout, rotations, kv, selected)
+        output = torch.empty_like(embedded)
+        self._kernels._call.quire_forward(
+            self._kernels.workspace,
+            ctypes.byref(self._model),
+            ctypes.byref(step.native),
+            embedded.data_ptr(),
+            output.data_ptr(),
+        )
+        return output if selected is None else output[: len(selected)]
+
+
+def _with_bias(packed: PackedWeight, bias: Tensor | None) -> NativeLinear:
+    linear = NativeLinear.from_buffer_copy(packed.native)
+    if bias is not None:
+        assert bias.dtype is torch.float32, "biases of stacked layers are float32"
+        linear.bias = bias.data_ptr()
+    return linear
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,250 @@
+"""The native CPU kernels as Python sees them: structures and functions of `native/api.cpp`, through ctypes.
+
+A call releases the interpreter's lock. Memory belongs to the caller, who keeps it alive.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+from quire.kernels.cpu.native_build import (
+    CompilationFailed,
+    cache_folder,
+    compile_variant,
+    find_library,
+    usable_variants,
+)
+
+
+class PackedFormat(IntEnum):
+    """How a packed weight lies in memory (`native/packed_formats.h`)."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+    INT4 = 4
+    INT4_MINIMUM = 5
+    INT4_NON_LINEAR = 6
+    INT5 = 7
+    INT5_MINIMUM = 8
+    INT6 = 9
+
+    @property
+    def quantized(self) -> bool:
+        return self >= PackedFormat.INT8
+
+
+class StoredEncoding(IntEnum):
+    """What `pack` reads (`native/pack.h`); the last two quantize rows of float32."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q5_1 = 6
+    Q8_0 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    IQ4_NL = 11
+    TO_INT8 = 12
+    TO_INT4 = 13
+
+
+FORMAT_OF = {
+    StoredEncoding.F32: PackedFormat.FLOAT32,
+    StoredEncoding.F16: PackedFormat.FLOAT16,
+    StoredEncoding.BF16: PackedFormat.BFLOAT16,
+    StoredEncoding.Q4_0: PackedFormat.INT4,
+    StoredEncoding.Q4_1: PackedFormat.INT4_MINIMUM,
+    StoredEncoding.Q5_0: PackedFormat.INT5,
+    StoredEncoding.Q5_1: PackedFormat.INT5_MINIMUM,
+    StoredEncoding.Q8_0: PackedFormat.INT8,
+    StoredEncoding.Q4_K: PackedFormat.INT4_MINIMUM,
+    StoredEncoding.Q5_K: PackedFormat.INT5_MINIMUM,
+    StoredEncoding.Q6_K: PackedFormat.INT6,
+    StoredEncoding.IQ4_NL: PackedFormat.INT4_NON_LINEAR,
+    StoredEncoding.TO_INT8: PackedFormat.INT8,
+    StoredEncoding.TO_INT4: PackedFormat.INT4_MINIMUM,
+}
+
+
+STORED_ENCODINGS = frozenset(each.name for each in StoredEncoding if not each.name.startswith("TO_"))
+
+
+class NativeSegment(Structure):
+    """Some output rows of a matrix, in one format."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("first_row", c_int32),
+        ("num_rows", c_int32),
+        ("reserved", c_int32),
+        ("data", c_void_p),
+    )
+
+
+class NativeLinear(Structure):
+    """A packed matrix and its bias."""
+
+    _fields_ = (
+        ("width_in", c_int32),
+        ("width_out", c_int32),
+        ("num_segments", c_int32),
+        ("quantized", c_int32),
+        ("segments", POINTER(NativeSegment)),
+        ("bias", c_void_p),
+    )
+
+
+class NativeHeads(Structure):
+    """Attention heads and the scale of scores."""
+
+    _fields_ = (
+        ("queries", c_int32),
+        ("keys", c_int32),
+        ("dim", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class NativeLayer(Structure):
+    """One layer of a decoder. A null pointer: the layer has none."""
+
+    _fields_ = (
+        ("qkv", NativeLinear),
+        ("output", NativeLinear),
+        ("gate_up", NativeLinear),
+        ("down", NativeLinear),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("window", c_int32),
+        ("rope", c_int32),
+    )
+
+
+class NativeModel(Structure):
+    """All layers of a decoder."""
+
+    _fields_ = (
+        ("heads", NativeHeads),
+        ("hidden", c_int32),
+        ("ffn", c_int32),
+        ("num_layers", c_int32),
+        ("activation", c_int32),
+        ("epsilon", c_float),
+        ("head_epsilon", c_float),
+        ("layers", POINTER(NativeLayer)),
+        ("final_norm", c_void_p),
+    )
+
+
+class NativeStep(Structure):
+    """One step: see `StepLayout`. Strides are in numbers."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("slots", c_void_p),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+        ("cos", c_void_p * 2),
+        ("sin", c_void_p * 2),
+        ("rotary", c_int32 * 2),
+        ("kv", c_void_p),
+        ("layer_stride", c_int64),
+        ("block_stride", c_int64),
+        ("value_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("kv_format", c_int32),
+        ("block_size", c_int32),
+        ("selected", c_void_p),
+        ("num_selected", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeProfile(Structure):
+    """Nanoseconds by kind of work."""
+
+    _fields_ = (("linear", c_int64), ("attention", c_int64), ("other", c_int64))
+
+
+_FUNCTIONS = {
+    "quire_open": (c_void_p, (c_int32,)),
+    "quire_close": (None, (c_void_p,)),
+    "quire_set_threads": (None, (c_void_p, c_int32, c_int64)),
+    "quire_panel_bytes": (c_int64, (c_int32, c_int32)),
+    "quire_pack": (
+        None,
+        (c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p),
+    ),
+    "quire_embed": (None, (POINTER(NativeLinear), c_void_p, c_int32, c_float, c_void_p)),
+    "quire_linear": (None, (c_void_p, POINTER(NativeLinear), c_void_p, c_int64, c_void_p)),
+    "quire_attend": (
+        None,
+        (c_void_p, POINTER(NativeHeads), POINTER(NativeStep), c_int32, c_void_p, c_int64, c_void_p),
+    ),
+    "quire_rotate_and_write": (
+        None,
+        (c_void_p, POINTER(NativeHeads), POINTER(NativeStep), c_void_p, c_float, c_void_p),
+    ),
+    "quire_norm": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)),
+    "quire_gate": (None, (c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p)),
+    "quire_forward": (None, (c_void_p, POINTER(NativeModel), POINTER(NativeStep), c_void_p, c_void_p)),
+    "quire_profile": (None, (c_void_p, POINTER(NativeProfile))),
+    "quire_waited_ns": (c_int64, (c_void_p,)),
+}
+
+
+class NativeLibrary:
+    """A loaded library, and the name of its variant."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.functions = ctypes.CDLL(str(path))
+        for function, (result, arguments) in _FUNCTIONS.items():
+            each = getattr(self.functions, function)
+            each.restype, each.argtypes = result, arguments
+
+
+@cache
+def load_native() -> NativeLibrary | None:
+    """The best library for this CPU, compiled now if it must be. None: `why_not_native` says why."""
+    for variant in usable_variants():
+        path = find_library(variant)
+        try:
+            return NativeLibrary(variant.name, path or compile_variant(variant, cache_folder()))
+        except (CompilationFailed, OSError) as error:
+            _failures.append(f"{variant.name}: {error}")
+            if path is None:
+                break  # the next one would fail for the same reason
+    return None
+
+
+def must_compile() -> bool:
+    """Whether `load_native` would start the compiler, which takes some seconds."""
+    variants = usable_variants()
+    return bool(variants) and find_library(variants[0]) is None
+
+
+def why_not_native() -> str:
+    """Why there is no library; after `load_native` returned None."""
+    if _failures:
+        return _failures[0]
+    return "they were switched off, or they do not know this CPU"
+
+
+_failures: list[str] = []
