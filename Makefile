@@ -70,7 +70,10 @@ $(BIN)/python:
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q "$(TORCH)"
 
-$(VENV)/.serve: pyproject.toml $(BIN)/python
+# Installing compiles the native CPU kernels.
+NATIVE := $(wildcard src/quire/kernels/cpu/native/*.h src/quire/kernels/cpu/native/*.cpp)
+
+$(VENV)/.serve: pyproject.toml $(NATIVE) $(BIN)/python
 	$(BIN)/pip install -q -e ".[serve,cpu]"
 	touch $@
 
@@ -78,7 +81,7 @@ $(VENV)/.docs: pyproject.toml $(BIN)/python
 	$(BIN)/pip install -q -e ".[docs]"
 	touch $@
 
-$(VENV)/.test: pyproject.toml $(BIN)/python
+$(VENV)/.test: pyproject.toml $(NATIVE) $(BIN)/python
 	$(BIN)/pip install -q -e ".[test,lint]"
 	-$(BIN)/mypy > /dev/null  # most of its time is for the stubs of torch and numpy: read once, then in its cache
 	touch $@ $(VENV)/.serve $(VENV)/.docs
