@@ -1,6 +1,6 @@
 """Build hook: the native CPU kernels are compiled into the package, where there is a C++ compiler.
 
-Without one the package is built all the same: quire then compiles them at their first use, or computes with torch alone.
+Without one the package is built all the same: they are compiled at their first use, or torch computes alone.
 """
 
 import importlib.util

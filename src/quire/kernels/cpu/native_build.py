@@ -53,7 +53,8 @@ VARIANTS = {
 
 def source_hash() -> str:
     """Of the sources and the flags: a library of other sources is never loaded."""
-    digest = hashlib.sha256(repr((_FLAGS, VARIANTS.get(platform.machine()))).encode())
+    flags = [(variant.name, variant.flags) for variant in VARIANTS.get(platform.machine(), ())]
+    digest = hashlib.sha256(repr((_FLAGS, flags)).encode())
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
