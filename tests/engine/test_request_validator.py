@@ -210,6 +210,12 @@ def test_options_reach_the_request():
     assert request.partition == options.partition
 
 
+def test_a_client_of_a_tenant_has_its_own_share_and_no_cache_of_its_own():
+    options = RequestOptions(client="10.0.0.1")
+    request = LARGE.admit(AddRequest(0, [5], SamplingParams(), options=options), 0)
+    assert (request.tenant, request.partition) == ("10.0.0.1", RequestOptions().partition)
+
+
 def test_a_bad_word_of_too_many_tokens():
     with pytest.raises(InvalidParameter, match="33 tokens"):
         VALIDATOR.admit(AddRequest(0, [5], SamplingParams(max_tokens=2), (tuple(range(33)),)), fresh_seed=0)

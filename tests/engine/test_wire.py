@@ -50,7 +50,7 @@ REQUEST = AddRequest(
     [1, 2, 49151],
     PARAMS,
     ((1, 2), (3,)),
-    RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5),
+    RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5, client="c"),
     pooled=True,
     without_tokens=True,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from quire.core.request import RequestGroup
-from quire.sched.preemption import PreemptionCandidate, choose_for_class, choose_victim
+from quire.sched.preemption import PreemptionCandidate, choose_for_waiting, choose_victim
 from tests.sched.waiting_groups import group
 
 
@@ -22,7 +22,7 @@ def for_class(some: list[PreemptionCandidate], num_rows: int, num_blocks: int, f
     def num_freed(one: RequestGroup) -> int:
         return freed[one.order]
 
-    return sorted(each.group.order for each in choose_for_class(some, num_rows, num_blocks, num_freed))
+    return sorted(each.group.order for each in choose_for_waiting(some, num_rows, num_blocks, num_freed))
 
 
 def test_the_request_with_the_least_lost_work_is_preempted() -> None:

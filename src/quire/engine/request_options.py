@@ -25,14 +25,15 @@ class RequestOptions:
     """The options of one request."""
 
     priority: int = 0  # its class: lower comes first
-    tenant: str = ""  # for weighted fair queuing
+    tenant: str = ""  # for the partition of the prefix cache and, without a client, for weighted fair queuing
     cache_salt: str = ""  # only requests of the same tenant and salt find each other's cached prefixes
     timeout_s: float | None = None  # it must be started before, or it ends as "expired"
+    client: str = ""  # for weighted fair queuing: one of several clients of a tenant that share a cache, not a queue
 
     def __post_init__(self) -> None:
         convert_numpy(self, self.__slots__)
         check_int("priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
-        for name in ("tenant", "cache_salt"):
+        for name in ("tenant", "cache_salt", "client"):
             value = getattr(self, name)
             if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
                 raise InvalidParameter(

@@ -55,7 +55,7 @@ class RequestValidator:
             num_sequences=params.num_sequences,
             beam=_beam(params),
             partition=options.partition,
-            tenant=options.tenant,
+            tenant=options.client or options.tenant,
             priority=options.priority,
             deadline_s=options.deadline_s(now_s),
         )

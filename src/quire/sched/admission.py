@@ -1,7 +1,8 @@
 """Admits waiting requests into rows: which groups get rows and blocks in this step, and with what cached prefix.
 
 Blocks for the whole prompt are reserved; blocks for the output according to the overcommit policy. A group whose
-prefix is being computed by another waits for it. A group of a higher priority class may preempt lower ones.
+prefix is being computed by another waits for it. A group of a higher priority class may preempt lower ones, and a group
+of a tenant below its share of the rows those of tenants above theirs.
 """
 
 import logging
@@ -65,22 +66,27 @@ class Admission:
         self.cause: WaitCause | None = None  # what keeps the head of the queue out
         self.batch_size = 0  # of the sealed batch that runs
 
-    def preempt_for_class(self, now_s: float) -> None:
-        """Preempt lower classes for the first group of the highest waiting class, if it cannot be admitted otherwise.
+    def preempt_for_waiting(self, now_s: float) -> None:
+        """Preempt others for the first group of the highest waiting class, if it cannot be admitted otherwise: lower
+        classes, and tenants above their share of the rows if its own is below.
 
         A group of a lower class may have aged past it: that one gets the next row that comes free by itself.
         """
-        waiting = self._state.waiting
+        waiting, preemption = self._state.waiting, self._preemption
         if self._reserved_for is not None and self._reserved_for not in waiting:
             self._reserved_for = None
-        if not waiting or self._state.admissible is not None or not self._preemption.outranks(waiting.best_class):
+        if not waiting or self._state.admissible is not None:
+            return
+        outranks = preemption.outranks(waiting.best_class)
+        if not outranks and self._state.shares.num_active < 2:
             return
         group = waiting.best_class_head(now_s)
-        claim = self._try(group)
+        below_share = preemption.is_below_share(group, now_s)
+        claim = self._try(group) if outranks or below_share else None
         if claim is None or claim.missing is None:
             return
         shortage = self._state.kv.shortage(claim.match, claim.num_blocks)
-        if self._preemption.preempt_for_class(group, claim.num_rows, shortage):
+        if preemption.preempt_for_waiting(group, claim.num_rows, shortage, below_share=below_share):
             self._reserved_for = group
 
     def admit(self, builder: PlanBuilder) -> None:

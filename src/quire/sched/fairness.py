@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, Row
 
+_ROUNDING = 1e-6  # sums of weights are not exact
 MAX_IDLE_TENANTS = 1024  # idle tenants remembered: arbitrary, never tuned
 
 
@@ -50,6 +51,7 @@ class WeightedFairShares:
     __slots__ = (
         "_activation",
         "_active_heap",
+        "_active_weight",
         "_counts",
         "_floor",
         "_free",
@@ -76,6 +78,7 @@ class WeightedFairShares:
         self._inverse_weight: NDArray[np.float64] = np.ones(16)
         self._active_heap: list[_ActiveTenant] = []
         self._num_active = 0
+        self._active_weight = 0.0
         self._num_activations = 0
         self._floor = 0.0  # the most service of tenants that became idle: with none active, all start level
 
@@ -95,6 +98,7 @@ class WeightedFairShares:
         self._counts[index] -= 1
         if self._counts[index] == 0:
             self._num_active -= 1
+            self._active_weight = self._active_weight - self._weight(tenant) if self._num_active else 0.0
             self._floor = max(self._floor, float(self._service[index]))
             self._remember_idle(tenant)
 
@@ -136,11 +140,24 @@ class WeightedFairShares:
         """Tenants with requests in the engine."""
         return self._num_active
 
+    @property
+    def active_weight(self) -> float:
+        """The weight of all active tenants together."""
+        return self._active_weight
+
+    def part(self, tenant: str, total: int) -> int:
+        """The part of a total that is due to an active tenant, by its weight among the active ones; rounded down, and
+        at least 1."""
+        return max(1, int(total * self._weight(tenant) / self._active_weight + _ROUNDING))
+
     def __len__(self) -> int:
         """Tenants remembered."""
         return len(self._index_of)
 
     # Bookkeeping.
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
     def _register(self, tenant: str) -> int:
         if not self._free:
@@ -153,7 +170,7 @@ class WeightedFairShares:
         self._index_of[tenant] = index
         self._service[index] = 0.0
         self._total[index] = 0.0
-        self._inverse_weight[index] = 1.0 / self._weights.get(tenant, 1.0)
+        self._inverse_weight[index] = 1.0 / self._weight(tenant)
         self._remember_idle(tenant)
         return index
 
@@ -162,6 +179,7 @@ class WeightedFairShares:
         self._service[index] = max(self._service[index], self._floor if least is None else least)
         del self._idle[tenant]
         self._num_active += 1
+        self._active_weight += self._weight(tenant)
         self._num_activations += 1
         self._activation[index] = self._num_activations
         if len(self._active_heap) > 2 * self._num_active + 32:

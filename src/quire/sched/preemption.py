@@ -2,8 +2,13 @@
 
 The choice of victims is pure functions over the running groups. A preempted group keeps its place in the queue; its
 blocks stay in the prefix tree until they are evicted.
+
+The share of a tenant is its part of the rows by weight among the tenants with requests, in whole rows, at least one. A
+tenant gets rows back only up to its share, and loses them only down to its share: so no two tenants preempt each other
+in turns. Rows that come free by themselves go to any tenant.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -40,8 +45,8 @@ def choose_victim(
     return None
 
 
-def choose_for_class(
-    lower: Iterable[PreemptionCandidate], num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
+def choose_for_waiting(
+    candidates: Iterable[PreemptionCandidate], num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
 ) -> tuple[PreemptionCandidate, ...]:
     """A minimal set that frees this many rows and blocks; empty if all together do not."""
     chosen: list[PreemptionCandidate] = []
@@ -51,7 +56,7 @@ def choose_for_class(
         rows, blocks = sum(each.num_rows for each in some), sum(freed[each.group.order] for each in some)
         return rows >= num_rows and blocks >= num_blocks
 
-    for each in sorted(lower, key=victim_key):
+    for each in sorted(candidates, key=victim_key):
         if enough(chosen):
             break
         freed[each.group.order] = num_freed(each.group)
@@ -70,6 +75,7 @@ class _FailedSearch(NamedTuple):
 
     order: int
     rows: int  # its generation
+    weight: float  # of the active tenants, if their shares count
     shortage: int
 
 
@@ -101,32 +107,67 @@ class Preemption:
         preempt each other forever."""
         return self._state.rows.lowest_class > priority
 
-    def preempt_for_class(self, group: RequestGroup, num_rows: int, shortage: int) -> bool:
-        """Preempt a minimal set of groups of lower classes, so that this group fits, which lacks `shortage` blocks.
+    def is_below_share(self, group: RequestGroup, now_s: float) -> bool:
+        """Whether rows are due to a waiting group: its tenant is within its share also with it, for some time now."""
+        state, order = self._state, self._state.policy.order
+        if not order.fair or state.policy.regime.sealed or state.shares.num_active < 2:
+            return False
+        tenant = group.request.tenant
+        fits = state.rows.num_of(tenant) + len(group.unfinished) <= self._share(tenant)
+        return fits and state.waiting.waited_s(group, now_s) >= order.share_patience_s
+
+    def preempt_for_waiting(self, group: RequestGroup, num_rows: int, shortage: int, *, below_share: bool) -> bool:
+        """Preempt a minimal set of groups, so that this group fits, which lacks `shortage` blocks: groups of lower
+        classes, and if its tenant is below its share, groups of its class whose tenants are above theirs.
 
         This is not memory pressure: no running row was denied a block.
         """
-        state, rows = self._state, self._state.rows
+        state, rows, priority = self._state, self._state.rows, group.request.priority
         missing_rows = num_rows - rows.num_free
-        if rows.releasing or missing_rows > rows.num_below(group.request.priority):
+        if rows.releasing or (not below_share and missing_rows > rows.num_below(priority)):
             return False
-        if self._failed_before(group, shortage):
+        search = _FailedSearch(
+            group.order, rows.generation, state.shares.active_weight if below_share else 0.0, shortage
+        )
+        if self._failed_before(search):
             return False
-        lower = [each for each in self._candidates() if each.group.request.priority > group.request.priority]
-        free = [each for each in lower if self._is_preemptible(each.group)]
-        chosen = choose_for_class(free, missing_rows, shortage, state.num_freed) if free else ()
-        self._failed_search = None if chosen else _FailedSearch(group.order, rows.generation, shortage)
+        victims = self._victims(priority, below_share=below_share)
+        chosen = choose_for_waiting(victims, missing_rows, shortage, state.num_freed) if victims else ()
+        self._failed_search = None if chosen else search
         for each in chosen:
-            state.counters.class_preemptions += 1
+            if each.group.request.priority > priority:
+                state.counters.class_preemptions += 1
+            else:
+                state.counters.share_preemptions += 1
             state.preempt(each.group, group.request.id)
         return bool(chosen)
 
-    def _failed_before(self, group: RequestGroup, shortage: int) -> bool:
+    def _victims(self, priority: int, *, below_share: bool) -> list[PreemptionCandidate]:
+        """What may be preempted together for a waiting group of this class."""
+        free = [each for each in self._candidates() if self._is_preemptible(each.group)]
+        lower = [each for each in free if each.group.request.priority > priority]
+        if not below_share:
+            return lower
+        num_left: Counter[str] = Counter()  # rows that a tenant would lose, as negative numbers
+        for each in lower:
+            num_left[each.group.request.tenant] -= each.num_rows
+        equal = [each for each in free if each.group.request.priority == priority]
+        spare = []
+        for each in sorted(equal, key=victim_key):
+            tenant = each.group.request.tenant
+            if self._state.rows.num_of(tenant) + num_left[tenant] - each.num_rows >= self._share(tenant):
+                num_left[tenant] -= each.num_rows
+                spare.append(each)
+        return lower + spare
+
+    def _share(self, tenant: str) -> int:
+        return self._state.shares.part(tenant, self._state.rows.max_rows)
+
+    def _failed_before(self, search: _FailedSearch) -> bool:
         """Whether the search would fail as last time. Rows that only continue to compute do not help: each block
         granted to one of them is a block fewer to free."""
         last = self._failed_search
-        same = last is not None and (last.order, last.rows) == (group.order, self._state.rows.generation)
-        return same and last is not None and shortage >= last.shortage
+        return last is not None and last[:3] == search[:3] and search.shortage >= last.shortage
 
     def _is_preemptible(self, group: RequestGroup) -> bool:
         return group.num_preemptions < self._state.policy.max_preemptions

@@ -37,12 +37,14 @@ class OrderPolicy:
     ageing_s: float = 30.0  # a class rises by one each time its head has waited this long; 0: never
     long_prompt: int = 8192  # tokens; prompts of at least this length take the long lane
     lane_patience_s: float = 10.0  # a long prompt that has waited this long no longer yields to short ones
+    share_patience_s: float = 0.1  # a tenant below its share waits this long for a row before others are preempted
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
             if not (isfinite(weight) and weight > 0):
                 raise ConfigError(f"Tenant {tenant!r} has weight {weight}; a weight is a number above 0.")
-        for name, seconds in (("ageing_s", self.ageing_s), ("lane_patience_s", self.lane_patience_s)):
+        times_s = {name: getattr(self, name) for name in ("ageing_s", "lane_patience_s", "share_patience_s")}
+        for name, seconds in times_s.items():
             if not (isfinite(seconds) and seconds >= 0):
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, 0 or more.", param=name)
         if self.long_prompt < 1:
@@ -312,6 +314,10 @@ class WaitingQueue:
     def best_class_head(self, now_s: float) -> RequestGroup:
         """The head of the most important class, ageing aside; the queue must not be empty."""
         return self._queued[self._classes[self.best_class].head(now_s).key.order].group
+
+    def waited_s(self, group: RequestGroup, now_s: float) -> float:
+        """How long a queued group has waited, since it was preempted if it was."""
+        return now_s - self._queued[group.order].since_s
 
     def _head(self, now_s: float) -> _Head | None:
         return min([queue.head(now_s) for queue in self._classes.values()], default=None)

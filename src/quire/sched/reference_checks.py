@@ -8,6 +8,7 @@ does the same for the prefix tree.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from heapq import nsmallest
 from math import inf, isclose
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from quire.core.request import RequestGroup
 from quire.kv.tree_checks import add_tree_checks
 from quire.sched.fairness import Billing, WeightedFairShares
-from quire.sched.preemption import Preemption, choose_for_class
+from quire.sched.preemption import Preemption, _FailedSearch, choose_for_waiting
 from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import OrderPolicy, WaitingQueue
 from quire.sched.scheduler import Scheduler
@@ -148,17 +149,50 @@ class _CheckedQueue(WaitingQueue):
 
 
 class _CheckedPreemption(Preemption):
-    """A search for victims that is skipped would find none."""
+    """A search for victims that is skipped would find none. Rows taken back for a share are due to its tenant, and no
+    tenant that loses them falls below its own share."""
 
-    __slots__ = ()
+    __slots__ = ("_below_share",)
 
-    def _failed_before(self, group: RequestGroup, shortage: int) -> bool:
-        failed = super()._failed_before(group, shortage)
+    def preempt_for_waiting(self, group: RequestGroup, num_rows: int, shortage: int, *, below_share: bool) -> bool:
+        state, self._below_share = self._state, below_share
+        counters = state.counters
+        before, num_before, running = counters.share_preemptions, self._rows_by_tenant(), self._running()
+        found = super().preempt_for_waiting(group, num_rows, shortage, below_share=below_share)
+        if counters.share_preemptions > before:
+            shares, tenant, num_after = self._shares(), group.request.tenant, self._rows_by_tenant()
+            waited_s = state.now_s - state.waiting._queued[group.order].since_s
+            assert waited_s >= state.policy.order.share_patience_s, f"{group} has waited for {waited_s} s only"
+            num_due = num_before[tenant] + num_rows
+            assert num_due <= shares[tenant], f"{tenant!r} gets {num_due} rows of {shares[tenant]}"
+            equal = [each for each in running - self._running() if each.request.priority == group.request.priority]
+            for loser in {each.request.tenant for each in equal}:
+                num_left = num_after[loser]
+                assert num_left >= shares[loser], f"{loser!r} is left {num_left} rows of {shares[loser]}"
+        return found
+
+    def _running(self) -> set[RequestGroup]:
+        return {group for group in self._state.groups.values() if self._state.running_sequences(group)}
+
+    def _rows_by_tenant(self) -> Counter[str]:
+        """Rows that run; those being released do not count."""
+        sequences = [s for group in self._state.groups.values() for s in self._state.running_sequences(group)]
+        return Counter(sequence.request.tenant for sequence in sequences)
+
+    def _shares(self) -> dict[str, int]:
+        state = self._state
+        weights = {group.request.tenant: 1.0 for group in state.groups.values()}
+        weights |= {tenant: weight for tenant, weight in state.policy.order.weights.items() if tenant in weights}
+        num_rows, total = state.rows.max_rows, sum(map(Fraction, weights.values()))
+        return {tenant: max(1, int(num_rows * Fraction(weight) / total)) for tenant, weight in weights.items()}
+
+    def _failed_before(self, search: _FailedSearch) -> bool:
+        failed = super()._failed_before(search)
         if failed:
-            lower = [each for each in self._candidates() if each.group.request.priority > group.request.priority]
-            free = [each for each in lower if self._is_preemptible(each.group)]
+            (group,) = [group for group in self._state.groups.values() if group.order == search.order]
+            victims = self._victims(group.request.priority, below_share=self._below_share)
             num_rows = len(group.unfinished) - self._state.rows.num_free
-            found = choose_for_class(free, num_rows, shortage, self._state.num_freed) if free else ()
+            found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed) if victims else ()
             assert not found, f"{group} waits, and {found} could be preempted for it"
         return failed
 

@@ -88,6 +88,7 @@ class RowAllocator:
         "_log",
         "_released",
         "_started",
+        "_tenants",
         "assigned",
         "emitter_ids",
         "generation",
@@ -102,6 +103,7 @@ class RowAllocator:
             max_rows, NO_SEQUENCE, dtype=np.int64
         )  # by row; NO_SEQUENCE: its tokens are dropped
         self._classes: Counter[int] = Counter()  # rows by priority class
+        self._tenants: Counter[str] = Counter()  # rows by tenant
         self._free = [Row(row) for row in range(max_rows - 1, -1, -1)]
         self._released: list[Row] = []  # not yet reported to the runner
         self._started: set[Row] = set()  # the rows that the runner knows as assigned
@@ -111,6 +113,10 @@ class RowAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def max_rows(self) -> int:
+        return len(self.emitter_ids)
+
     def take_row(self) -> Row:
         return self._free.pop()
 
@@ -119,6 +125,7 @@ class RowAllocator:
         self.assigned[row] = sequence
         self.emitter_ids[row] = sequence.id
         self._classes[sequence.request.priority] += 1
+        self._tenants[sequence.request.tenant] += 1
         self.generation += 1
 
     @property
@@ -129,6 +136,10 @@ class RowAllocator:
     def num_below(self, priority: int) -> int:
         """Rows of less important classes."""
         return sum(count for each, count in self._classes.items() if each > priority)
+
+    def num_of(self, tenant: str) -> int:
+        """Rows of a tenant, also those being released."""
+        return self._tenants[tenant]
 
     def mark_started(self, row: Row) -> None:
         """The next plan starts the row on the runner."""
@@ -197,6 +208,10 @@ class RowAllocator:
         self._classes[priority] -= 1
         if not self._classes[priority]:
             del self._classes[priority]
+        tenant = sequence.request.tenant
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
         self.emitter_ids[row] = NO_SEQUENCE
         self._free.append(row)
         sequence.release(_NOTHING if sequence.finished else self._log.gather(row, sequence.assigned_step))
@@ -231,3 +246,5 @@ class RowAllocator:
             assert emits != sequence.finished, f"{sequence}: emits is {emits}"
             num_leaving += sequence.state is SequenceState.RELEASING
         assert num_leaving == len(self.releasing), "rows being released are miscounted"
+        tenants = Counter(sequence.request.tenant for sequence in self.assigned.values())
+        assert tenants == self._tenants, "rows are miscounted by tenant"

@@ -274,7 +274,7 @@ class Scheduler:
         for group in state.deadlines.expire(now_s):
             self._state.fail(group, FinishReason.EXPIRED)
         state.requeue_ready()
-        self._admission.preempt_for_class(now_s)
+        self._admission.preempt_for_waiting(now_s)
         return PlanBuilder(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
     def _commit(self, builder: PlanBuilder) -> StepPlan | None:

@@ -153,7 +153,8 @@ class RequestStream:
 
 
 def options_for(context: RequestContext | None, given: RequestOptions) -> RequestOptions:
-    """The options of a body, with those of its headers, as far as its API key allows."""
+    """The options of a body, with those of its headers, as far as its API key allows. Clients without a key share one
+    partition of the cache, and each network of theirs has its share of the engine."""
     if context is None:
         return given
     priority = given.priority if context.priority is None else context.priority
@@ -161,7 +162,8 @@ def options_for(context: RequestContext | None, given: RequestOptions) -> Reques
     if not context.identity.trusted and (priority != 0 or timeout_s is not None):
         name = "priority" if priority != 0 else "timeout_s"
         raise InvalidParameter(f"{name} is for keys that the operator trusts (see --api-key-file).", param=name)
-    return replace(given, priority=priority, timeout_s=timeout_s, tenant=context.identity.tenant)
+    tenant, client = context.identity.tenant, context.client
+    return replace(given, priority=priority, timeout_s=timeout_s, tenant=tenant, client=client)
 
 
 _PROGRESS = Heartbeat()

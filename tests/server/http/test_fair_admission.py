@@ -17,10 +17,12 @@ from quire.server.http.auth import ANONYMOUS, Identity
 from tests.server.http_app import first_response
 from tests.server.local_server import LocalServer
 from tests.server.many_clients import request
-from tests.server.scripted_servers import CONTROL, completion_body, scripted_here
+from tests.server.scripted_servers import check_control, completion_body, scripted_here
 from tests.server.server_process import PATIENCE_S, load, wait_until, wait_until_at_rest
 
 ROWS, WAITING = 2, 4
+SECOND_ADDRESS = "127.0.0.2"
+OK = b"HTTP/1.1 200 "
 STARTS = ("--max-num-seqs", str(ROWS), "--max-waiting", str(WAITING))
 FLOOD, OTHER = {"Authorization": "Bearer sk-flood"}, {"Authorization": "Bearer sk-other"}
 
@@ -57,7 +59,6 @@ def wait_for(client: httpx.Client, num_requests: int) -> None:
 
 
 def test_one_key_that_fills_the_server_does_not_shut_out_another(keyed: LocalServer) -> None:
-    short = request(completion_body("hi"), headers=OTHER)
     with keyed.client(headers=OTHER) as client, ExitStack() as connections:
         with ExitStack() as flood:
             for _ in range(ROWS + WAITING):
@@ -65,11 +66,12 @@ def test_one_key_that_fills_the_server_does_not_shut_out_another(keyed: LocalSer
             wait_for(client, ROWS + WAITING)
             with sent(keyed, request(completion_body("hi"), headers=FLOOD)) as refused:
                 assert first_response(refused).startswith(b"HTTP/1.1 429 ")
-            others = [connections.enter_context(sent(keyed, short)) for _ in range((ROWS + WAITING) // 2)]
+            others = [connections.enter_context(sent(keyed, endless(OTHER))) for _ in range((ROWS + WAITING) // 2)]
             wait_for(client, ROWS + WAITING + len(others))
             with sent(keyed, request(completion_body("hi"), headers=FLOOD)) as refused:
                 assert first_response(refused).startswith(b"HTTP/1.1 429 ")
-        assert all(CONTROL.encode() in first_response(each) for each in others)
+        assert {each.recv(len(OK)) for each in others} == {OK}
+        connections.close()
         wait_until_at_rest(client)
 
 
@@ -82,9 +84,40 @@ def test_one_address_that_fills_the_server_does_not_shut_out_another(keyless: Lo
             wait_for(client, ROWS + WAITING)
             with sent(keyless, request(completion_body("hi"), headers={"X-Forwarded-For": "10.0.0.9"})) as refused:
                 assert first_response(refused).startswith(b"HTTP/1.1 429 ")
-            other = connections.enter_context(sent(keyless, request(completion_body("hi")), source="127.0.0.2"))
+            other = connections.enter_context(sent(keyless, endless(), source=SECOND_ADDRESS))
             wait_for(client, ROWS + WAITING + 1)
-        assert CONTROL.encode() in first_response(other)
+        assert other.recv(len(OK)) == OK
+        connections.close()
+        wait_until_at_rest(client)
+
+
+def test_a_row_is_taken_back_from_the_key_that_holds_them_all(keyed: LocalServer) -> None:
+    """Another key is served while all requests of the first are open."""
+    with keyed.client(headers=OTHER) as client:
+        with ExitStack() as flood:
+            for _ in range(ROWS + WAITING):
+                flood.enter_context(sent(keyed, endless(FLOOD)))
+            wait_for(client, ROWS + WAITING)
+            for _ in range(3):
+                check_control(client)
+            assert load(client)["num_requests"] == ROWS + WAITING
+        wait_until_at_rest(client)
+
+
+def test_networks_without_keys_have_shares_of_the_engine_and_one_cache(keyless: LocalServer) -> None:
+    prompt = completion_body("a prompt of several blocks " * 20)
+    with (
+        keyless.client() as client,
+        keyless.client(transport=httpx.HTTPTransport(local_address=SECOND_ADDRESS)) as other,
+    ):
+        assert client.post("/v1/completions", json=prompt).status_code == 200
+        with ExitStack() as flood:
+            for _ in range(ROWS + WAITING):
+                flood.enter_context(sent(keyless, endless()))
+            wait_for(other, ROWS + WAITING)
+            usage = other.post("/v1/completions", json=prompt).json()["usage"]
+            assert load(other)["num_requests"] == ROWS + WAITING
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
         wait_until_at_rest(client)
 
 

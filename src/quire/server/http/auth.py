@@ -37,7 +37,8 @@ class Identity:
 
     @property
     def tenant(self) -> str:
-        """The tenant in fair queuing and in the prefix cache. Without keys there is one tenant."""
+        """The tenant in the prefix cache, and with keys in fair queuing. Without keys there is one tenant, and each
+        network has its own share (`client_name`)."""
         return "" if self is ANONYMOUS else self.name
 
 

@@ -77,7 +77,7 @@ class FaultyRunner:
         denied = [row for row in plan.pauses if row not in held]
         assert not denied or scheduler.kv.num_available == 0, f"rows {denied} are paused, and there are blocks"
         pressed = bool(denied) or counters.preemptions > self.num_preemptions
-        taken = counters.class_preemptions > 0  # preemption for a higher class is not pressure
+        taken = counters.class_preemptions + counters.share_preemptions > 0  # for a waiting request: not pressure
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)
         self.watch.launch(plan)

@@ -283,6 +283,7 @@ class CounterCheck:
         self.recomputed_tokens = 0
         self.forks = 0
         self.class_preemptions = 0
+        self.share_preemptions = 0
         self.service: defaultdict[str, float] = defaultdict(float)  # by tenant, beam searches aside
         self.service_of_beams = False
 
@@ -325,19 +326,23 @@ class CounterCheck:
             self.service_of_beams |= sequence.request.beam is not None
 
     def end(self, groups: list[RequestGroup], num_preemptions: int) -> None:
-        """Sequences that wait for their first plan were forked. A preemption for a request that did not run took a row
-        (`class_preemptions`); one for a running request took blocks."""
+        """Sequences that wait for their first plan were forked. A preemption for a request that did not run took a row,
+        of a lower class or of another tenant of its class; one for a running request took blocks."""
         forked = self._scheduler.forked_sequences()
         self.forks += len(forked)
         for sequence in forked:
             self._num_before[sequence.id] = max(self._num_before.get(sequence.id, 0), sequence.num_computed)
         if num_preemptions == sum(self._num_preemptions.values()):
             return
+        priorities = {group.request.id: group.request.priority for group in groups}
         for group in groups:
             if group.num_preemptions > self._num_preemptions.get(group.request.id, 0):
                 self._num_preemptions[group.request.id] = group.num_preemptions
                 causes = [e.other for e in group.events if e.what is EventKind.PREEMPTED and e.other is not None]
-                self.class_preemptions += causes[-1] not in self._running
+                if causes[-1] not in self._running:
+                    is_lower = group.request.priority > priorities[causes[-1]]
+                    self.class_preemptions += is_lower
+                    self.share_preemptions += not is_lower
 
 
 @runtime_checkable

@@ -102,6 +102,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         policy = replace(policy, max_waiting_tokens=2 * scenario.max_prompt)
     if chosen % 6 == 1:
         policy = replace(policy, max_step_s=0.015)
+    if chosen % 3 < 2:
+        policy = replace(policy, order=replace(policy.order, share_patience_s=0.0))
     scenario = replace(
         scenario,
         embeddings=chosen % 4 == 0,

@@ -127,6 +127,7 @@ class CheckRun:
         assert counters.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
         assert counters.forks == recounted.forks, "forks are miscounted"
         assert counters.class_preemptions == recounted.class_preemptions, "preemptions for a class are miscounted"
+        assert counters.share_preemptions == recounted.share_preemptions, "preemptions for a share are miscounted"
         assert counters.computed_tokens == faulty.num_tokens, "computed tokens are miscounted"
         assert counters.moved_blocks == faulty.num_moves, "copies are miscounted"
         assert counters.padding_tokens == faulty.num_padding, "padding is miscounted"
