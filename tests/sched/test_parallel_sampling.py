@@ -168,6 +168,24 @@ def test_the_worst_case_of_a_group_counts_shared_blocks_once() -> None:
         Bench(blocks=7).add_group(PROMPT, 7, 3)
 
 
+@pytest.mark.parametrize("num_generated", range(1, 9))
+def test_a_readmitted_sibling_reserves_blocks_for_its_own_tokens(num_generated: int) -> None:
+    """The leader is one token ahead, so in one of four cases it needs a block more than its siblings."""
+    bench = Bench(oracle=True)
+    leader, *siblings = bench.add_group(PROMPT, 20, 3)
+    while len(bench.emitted[leader.id]) < num_generated:
+        bench.turn()
+    bench.scheduler.withdraw_all()
+    plan = bench.scheduler.plan()
+    assert plan is not None and leader.num_tokens == 10 + num_generated
+    for sibling in siblings:
+        assert sibling.row is not None and sibling.num_tokens == leader.num_tokens - 1
+        num_blocks = -(-(sibling.num_tokens + 1) // 4) - 2  # its tokens and the next, without the prompt's full blocks
+        assert bench.scheduler.kv.tables.reserved[sibling.row] == num_blocks
+    bench.scheduler.absorb(bench.recorder.launch(plan).wait())
+    bench.run()
+
+
 def test_a_group_starts_from_the_cache() -> None:
     bench = Bench(oracle=True)
     bench.add(PROMPT, 3)
