@@ -68,6 +68,8 @@ def test_flags_named_anywhere_on_the_page_exist() -> None:
     text = (DOCS / "tuning.md").read_text()
     shown = set(re.findall(r"(--[a-z][a-z-]+)", text))
     known = flags("serve") | {
-        flag for verb in ("throughput", "latency", "serve", "startup", "pacing") for flag in flags("bench", verb)
+        flag
+        for verb in ("throughput", "latency", "serve", "startup", "pacing", "race")
+        for flag in flags("bench", verb)
     }
     assert shown <= known, shown - known

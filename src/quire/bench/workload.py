@@ -145,3 +145,84 @@ def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: Worklo
         )
         for job in jobs
     ]
+
+
+# Of `quire bench race`. Lengths follow from the seed; ids from the seed and the round, so that no prefix cache has seen
+# a prompt of an earlier round. A prefix that the requests of one workload share is shared within a round.
+_LOWEST_ID = 10  # lower ids are mostly control tokens
+_NUM_MIXED = 32
+_SHARED = re.compile(r"([0-9]{1,9})x([0-9]{1,9}):([0-9.]{1,40}\+[0-9.]{1,40})")
+
+RACE_SHAPES = {"one": "1x64+128", "prefill": "1x1024+1", "shared": "8x800:32+32"}
+RACE_WORKLOADS = ("one", "batch", "prefill", "shared")  # batch: as mixed_jobs draws them
+
+
+@dataclass(frozen=True, slots=True)
+class RaceWorkload:
+    """The lengths of the requests of a workload."""
+
+    name: str
+    shared: int  # tokens of a prefix that all requests have
+    own: tuple[int, ...]  # prompt tokens of each request after that prefix
+    outputs: tuple[int, ...]
+
+    @property
+    def num_output(self) -> int:
+        return sum(self.outputs)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return self.shared + max(own + output for own, output in zip(self.own, self.outputs, strict=True))
+
+    @property
+    def first_token_only(self) -> bool:
+        """Whether its seconds are a time to first token."""
+        return self.outputs == (1,)
+
+    @property
+    def title(self) -> str:
+        lengths = " and ".join(
+            f"{_length_range(values)} tokens {where}" for values, where in ((self.own, "in"), (self.outputs, "out"))
+        )
+        shared = f" after {self.shared:,} shared" if self.shared else ""
+        return f"{self.name}: {len(self.own)} request{'s' * (len(self.own) > 1)}, {lengths}{shared}"
+
+    def draw(self, vocab_size: int, seed: int, round_number: int) -> list[BenchJob]:
+        """The requests of one round."""
+        generator = random.Random(f"{seed}.{round_number}")
+        low = min(_LOWEST_ID, vocab_size - 1)
+
+        def ids(count: int) -> list[int]:
+            return [generator.randrange(low, vocab_size) for _ in range(count)]
+
+        shared = ids(self.shared)
+        return [BenchJob(shared + ids(own), output) for own, output in zip(self.own, self.outputs, strict=True)]
+
+
+def find_race_workload(text: str, seed: int) -> RaceWorkload:
+    """A workload by its name, as COUNTxIN+OUT, or with a shared prefix as COUNTxSHARED:IN+OUT."""
+    if text == "batch":
+        return _of_jobs(text, 0, mixed_jobs(_NUM_MIXED, 2, seed))
+    shape = RACE_SHAPES.get(text, text)
+    shared = _SHARED.fullmatch(shape)
+    try:
+        if shared is None:
+            return _of_jobs(text, 0, find(shape, ()).draw(random.Random(seed)))
+        return _of_jobs(text, int(shared[2]), find(f"{shared[1]}x{shared[3]}", ()).draw(random.Random(seed)))
+    except ConfigError as error:
+        if "there is no workload" not in error.message:
+            raise
+        raise ConfigError(
+            f"there is no workload {shown(text)} here; there are {', '.join(RACE_WORKLOADS)}, and any other is written "
+            f"as COUNTxIN+OUT or COUNTxSHARED:IN+OUT, such as 24x16..256+8..64 or 8x800:32+32."
+        ) from None
+
+
+def _of_jobs(name: str, shared: int, jobs: list[BenchJob]) -> RaceWorkload:
+    return RaceWorkload(name, shared, tuple(len(job.prompt) for job in jobs), tuple(job.num_output for job in jobs))
+
+
+def _length_range(values: tuple[int, ...]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

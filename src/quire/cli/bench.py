@@ -13,6 +13,7 @@ from typing import TypeVar
 import click
 
 from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
+from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
 from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import FiniteRange, measured_engine_options
 from quire.cli.streams import loading_status
@@ -120,7 +121,7 @@ def latency(model: str | None, workloads: tuple[str, ...], requests: int | None,
 def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
     """Time from process start to the first token of a server, with and without cached compiled kernels."""
     with loading_status():
-        from quire.cli.bench_processes import startup as work
+        from quire.cli.bench_engine import startup as work
 
     work(model, repeats, batch, as_json, given)
 
@@ -172,8 +173,10 @@ def first_token(since_s: float, batch: bool) -> None:
     print(json.dumps(work(since_s, reached_s, torch_s, serving=not batch)))
 
 
-def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+def _command(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
     """The words of a command. Its program must exist now: it runs only after the first run of quire."""
+    if value is None:
+        return None
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -185,19 +188,89 @@ def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str
     return words
 
 
+def _peer_list(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Peer, ...]:
+    try:
+        return find_peers(",".join(PEERS) if value is None else value)
+    except ConfigError as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _precisions(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in value.split(",")) if value else ()
+    for word in words:
+        if word not in PRECISIONS:
+            raise click.BadParameter(f"there is no precision {word!r} here; there are {', '.join(PRECISIONS)}.")
+    return words
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--rival", required=True, metavar="COMMAND", callback=_command,
-              help="Prints a JSON line for each workload: workload, seconds, output_tokens.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the other engine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.argument("ours", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- throughput|latency OPTIONS…")
-def race(rival: list[str], rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
-    """Compare with another engine, interleaved: quire, the other, quire. After -- come the options of `quire bench`."""
-    if ours[0] not in ("throughput", "latency"):
-        raise click.UsageError(f"after -- comes throughput or latency with its options, not {ours[0]!r}.")
+@click.option(
+    "--peers",
+    metavar="NAME,…",
+    callback=_peer_list,
+    help=f"Engines to install and compare with: {', '.join(PEERS)}. Default: all that can be installed.",
+)
+@click.option(
+    "--ours",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE,…",
+    help="Settings of quire, such as dtype=bfloat16,threads=2; several times: each has its turns.",
+)
+@click.option("--model", metavar="NAME", help="A model; llama.cpp reads GGUF files only.")
+@click.option(
+    "--precision",
+    "precisions",
+    metavar="NAME,…",
+    callback=_precisions,
+    help=f"Of the peers: {', '.join(PRECISIONS)}. Default: the file's own where the peer reads it.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    default="one,batch,prefill,shared",
+    show_default=True,
+    metavar="NAME,…",
+    help="These, or other shapes: COUNTxIN+OUT or COUNTxSHARED:IN+OUT, as 24x16..256+8..64, 8x800:32+32.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of lengths and token ids.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of each engine. Default: its own.")
+@click.option("--busy", type=click.IntRange(0), default=0, show_default=True, help="Processes that spin meanwhile.")
+@click.option("--rounds", type=click.IntRange(1), help="Turns of each engine. Default: 3; with --rival 1.")
+@click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value="-",
+    metavar="[FILE]",
+    help="Print one JSON object instead of the tables; with a FILE, write it there beside them.",
+)
+@click.option(
+    "--rival",
+    metavar="COMMAND",
+    callback=_command,
+    help="Instead of peers, a command that prints a JSON line for each workload: workload, seconds, "
+    "output_tokens. After -- come throughput or latency and its options.",
+)
+@click.argument("ours", nargs=-1, type=click.UNPROCESSED, metavar="[-- throughput|latency OPTIONS…]")
+def race(rival: list[str] | None, rounds: int | None, json_file: str | None, ours: tuple[str, ...],
+         **given: object) -> None:  # fmt: skip
+    """Compare with other engines on this machine's CPU, in turns, on the same token ids."""
+    if rival is None:
+        if ours:
+            raise click.UsageError(f"{ours[0]!r} is not an option here; a command of quire bench goes with --rival.")
+        from quire.cli.bench_processes import race_peers
+
+        race_peers(given, rounds or 3, json_file)
+        return
+    if not ours or ours[0] not in ("throughput", "latency"):
+        named = repr(ours[0]) if ours else "nothing"
+        raise click.UsageError(f"after -- comes throughput or latency with its options, not {named}.")
+    if json_file not in (None, "-"):
+        raise click.UsageError("with --rival, --json prints and takes no file.")
     from quire.cli.bench_processes import race as work
 
-    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds, as_json)
+    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds or 1, json_file is not None)
 
 
 COMMANDS = (throughput, latency, startup, kernels, first_token, race)

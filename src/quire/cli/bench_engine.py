@@ -1,6 +1,7 @@
-"""`quire bench throughput`, `latency` and `kernels`: measurements that load torch, as a table or as JSON."""
+"""`quire bench throughput`, `latency`, `startup` and `kernels`: measurements that load torch, as a table or as JSON."""
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,12 @@ from quire.bench.attention import HeadShape, KernelFigure, measure_kernels
 from quire.bench.attention_steps import AttentionStep
 from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
+from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
-from quire.cli.load_model import start
+from quire.cli.load_model import headline, start
+from quire.cli.options import engine_config
 from quire.core.sampling import SamplingParams
 from quire.engine.build import BuiltEngine
 from quire.engine.machine import pick_device
@@ -162,3 +165,44 @@ def _cells(figure: KernelFigure, compared: bool) -> list[str]:
     elif compared:
         cells += ["–", "–"]  # the library does not run such steps
     return cells
+
+
+_CACHES = ("cold", "warm")
+
+
+def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
+    config = engine_config(model, given)
+    starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
+    if as_json:
+        plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
+        facts = environment(sys.argv[1:], pick_device(config.device).type)
+        print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
+        return
+    out.print(_startup_table(starts, headline(config)))
+    out.print("Medians, in seconds. Cold: no compiled kernels; files that were read before are in memory in both.")
+
+
+def _startup_table(starts: Many[StartupTimes], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("", "cold", "warm", "what"):
+        table.add_column(column, justify="right" if column in ("cold", "warm") else "left")
+    for index, phase in enumerate(starts[0].phases):
+        seconds = [
+            _median_seconds([start.phases[index].seconds for start in _with_caches(starts, caches)])
+            for caches in _CACHES
+        ]
+        table.add_row(phase.name, *seconds, phase.detail)
+    table.add_row(
+        "to the first token",
+        *(_median_seconds([start.seconds for start in _with_caches(starts, c)]) for c in _CACHES),
+        "",
+    )
+    return table
+
+
+def _with_caches(starts: Many[StartupTimes], caches: str) -> list[StartupTimes]:
+    return [start for start in starts if start.caches == caches]
+
+
+def _median_seconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f}"

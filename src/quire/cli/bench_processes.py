@@ -1,26 +1,40 @@
-"""`quire bench serve`, `race` and `startup`: measurements of other processes, as a table or as one JSON object.
+"""`quire bench serve` and `race`: measurements of other processes, as a table or as one JSON object.
 
-serve: the cost of the server. race: quire and another engine's command, interleaved. startup: phases of a cold and a
-warm start.
+serve: the cost of the server. race: quire and another engine's command, or other engines that it installs, interleaved.
+Loads no torch.
 """
 
 import json
-import statistics
+import platform
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.table import Table
 
-from quire.bench.environment import environment
+from quire.bench.race import (
+    CommandComparison,
+    CpuInfo,
+    RaceEntry,
+    RaceRange,
+    RaceResult,
+    compare_commands,
+    cpu_kind,
+    run_race,
+    spread,
+)
+from quire.bench.race_peer import Peer, PeerUnsupported, our_entry, peer_entry, peers_folder
 from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
-from quire.bench.startup import StartupTimes, measure_starts
-from quire.bench.versus import CommandComparison, compare_commands
-from quire.cli.console import err, out
-from quire.cli.load_model import headline
-from quire.cli.options import check_serving, engine_config
-from quire.engine.machine import pick_device
+from quire.bench.workload import RaceWorkload, find_race_workload
+from quire.catalog.locate import Located, locate
+from quire.catalog.names import HubName
+from quire.catalog.store import Report
+from quire.cli.console import err, out, progress_bars, size
+from quire.cli.options import check_serving
+from quire.config import EngineConfig, check_names
+from quire.core.errors import ConfigError
 from quire.version import __version__
 
 
@@ -87,35 +101,178 @@ def _each(seconds: Many[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in seconds)
 
 
-_CACHES = ("cold", "warm")
+def race_peers(given: Mapping[str, object], rounds: int, json_file: str | None) -> None:
+    """All settings are checked before anything is installed or started."""
+    seed, busy, threads = int(str(given["seed"])), int(str(given["busy"])), given["threads"]
+    assert threads is None or isinstance(threads, int), threads
+    workloads = [find_race_workload(word.strip(), seed) for word in str(given["workloads"]).split(",")]
+    settings = {text: _engine_settings(text, threads) for text in _texts(given["settings"]) or ("",)}
+    model = _locate(given["model"])
+    kind = cpu_kind()
+    longest = max(workload.longest for workload in workloads)
+    entries = [our_entry(model, engine, text) for text, engine in settings.items()]
+    skipped: dict[str, str] = {}
+    for peer, precision in _contests(_peers(given["peers"]), _texts(given["precisions"]), skipped):
+        try:
+            entries.append(peer_entry(peer, precision, model, folder=peers_folder(), threads=threads, longest=longest,
+                                      cores=kind.cores, say=_say))  # fmt: skip
+        except PeerUnsupported as error:
+            skipped[f"{peer.name} {precision}"] = error.message
+    for name, reason in skipped.items():
+        err.print(f"{name}: skipped: {reason}")
+    result = run_race(entries, workloads, rounds=rounds, seed=seed, busy=busy, say=_say)
+    if json_file is not None:
+        facts = {"seed": seed, "busy": busy, "rounds": rounds, "model": model.name, "skipped": skipped}
+        text = json.dumps(_race_report(result, entries, workloads, kind, facts))
+        if json_file == "-":
+            print(text)
+            return
+        Path(json_file).write_text(text + "\n", encoding="utf-8")
+    beside = f"{busy} spinning processes" if busy else "nothing of ours"
+    out.print(f"{model.name} · {_described(kind)} · quire {__version__} · beside it: {beside}")
+    out.print(_starts(result))
+    for workload in workloads:
+        out.print(_race_table(result, workload))
+    out.print("Median (lowest to highest of the rounds). Times faster: the other's seconds by ours, in the same round.")
 
 
-def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
-    config = engine_config(model, given)
-    starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
-    if as_json:
-        plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
-        facts = environment(sys.argv[1:], pick_device(config.device).type)
-        print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
-        return
-    out.print(_table(starts, headline(config)))
-    out.print("Medians, in seconds. Cold: no compiled kernels; files that were read before are in memory in both.")
+def _say(text: str) -> None:
+    err.print(text, style="dim")
 
 
-def _table(starts: Many[StartupTimes], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("", "cold", "warm", "what"):
-        table.add_column(column, justify="right" if column in ("cold", "warm") else "left")
-    for index, phase in enumerate(starts[0].phases):
-        seconds = [_median([start.phases[index].seconds for start in _of(starts, caches)]) for caches in _CACHES]
-        table.add_row(phase.name, *seconds, phase.detail)
-    table.add_row("to the first token", *(_median([start.seconds for start in _of(starts, c)]) for c in _CACHES), "")
+def _texts(values: object) -> tuple[str, ...]:
+    assert isinstance(values, tuple), values
+    return values
+
+
+def _peers(values: object) -> tuple[Peer, ...]:
+    assert isinstance(values, tuple), values
+    return values
+
+
+def _locate(model: object) -> Located:
+    with progress_bars() as bars:
+        return locate(None if model is None else str(model), fetch_hub=_fetch_hub, report=bars.fetched)
+
+
+def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    from quire.catalog.hub import fetch  # slow to load, and not needed for a model on this disk
+
+    return fetch(wanted, revision=revision, token=token, report=report)
+
+
+def _contests(peers: tuple[Peer, ...], precisions: tuple[str, ...], skipped: dict[str, str]) -> list[tuple[Peer, str]]:
+    """Each peer in each precision asked for that it has; by default in its first."""
+    chosen = []
+    for peer in peers:
+        for precision in precisions or peer.precisions[:1]:
+            if precision in peer.precisions:
+                chosen.append((peer, precision))
+            else:
+                skipped[f"{peer.name} {precision}"] = f"it has {', '.join(peer.precisions)}"
+    return chosen
+
+
+def _engine_settings(text: str, threads: int | None) -> dict[str, object]:
+    """`dtype=bfloat16,threads=2` as settings of `LLM`, checked."""
+    found: dict[str, object] = {} if threads is None else {"threads": threads}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--ours has {pair!r}; write NAME=VALUE, such as dtype=bfloat16,threads=2.")
+        found[name.strip().replace("-", "_")] = _value(value.strip())
+    check_names(found)
+    EngineConfig(**found)  # type: ignore[arg-type]  # EngineConfig checks each
+    return found
+
+
+def _value(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _described(kind: CpuInfo) -> str:
+    features = ", ".join(kind.features) or "no known instruction sets"
+    return f"{kind.name} ({features}), {kind.cores} cores, load {kind.load:.1f} before"
+
+
+def _starts(result: RaceResult) -> Table:
+    table = Table("engine", "version", "precision", "start to first token, s", "memory then", "how")
+    for start in result.starts:
+        table.add_row(start.entry, start.version, start.precision, f"{start.seconds:.1f}", size(start.rss_bytes),
+                      result.failures.get(start.entry) or start.how)  # fmt: skip
     return table
 
 
-def _of(starts: Many[StartupTimes], caches: str) -> list[StartupTimes]:
-    return [start for start in starts if start.caches == caches]
+def _race_table(result: RaceResult, workload: RaceWorkload) -> Table:
+    ours = [start.entry for start in result.starts if start.ours]
+    unit = "first token, s" if workload.first_token_only else "tokens out/s"
+    table = Table(title=workload.title, title_justify="left")
+    columns = ("engine", unit, *(f"{name}: times faster" for name in ours), "memory after", "peak", "CPU s",
+               "tokens equal to ours")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for start in result.starts:
+        turns = result.of(start.entry, workload.name)
+        if not turns:
+            table.add_row(start.entry, "failed", *["–"] * (len(columns) - 2))
+            continue
+        speeds = [turn.seconds if workload.first_token_only else workload.num_output / turn.seconds for turn in turns]
+        ratios = [result.ratios(name, start.entry, workload.name) for name in ours]
+        equal = result.equal_tokens(ours[0], start.entry, workload.name)
+        table.add_row(
+            start.entry,
+            _range(spread(speeds)),
+            *(
+                _range(spread(each)) if each and name != start.entry else "–"
+                for name, each in zip(ours, ratios, strict=True)
+            ),
+            size(turns[-1].rss_bytes),
+            size(turns[-1].peak_bytes),
+            f"{sum(turn.cpu_s for turn in turns) / len(turns):.1f}",
+            "–" if equal is None else f"{equal} of {workload.outputs[0]}",
+        )
+    return table
 
 
-def _median(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f}"
+def _range(values: RaceRange) -> str:
+    return f"{values.median:.2f} ({values.low:.2f} to {values.high:.2f})"
+
+
+def _race_report(
+    result: RaceResult,
+    entries: Many[RaceEntry],
+    workloads: Many[RaceWorkload],
+    kind: CpuInfo,
+    facts: Mapping[str, object],
+) -> dict[str, object]:
+    ours, peers = ([start.entry for start in result.starts if start.ours is mine] for mine in (True, False))
+    ratios = [
+        {"workload": workload.name, "ours": mine, "peer": peer, "ratios": found, **spread(found)._asdict()}
+        for workload in workloads
+        for mine in ours
+        for peer in peers
+        if (found := result.ratios(mine, peer, workload.name))
+    ]
+    return {
+        "bench": "race",
+        "command": ["quire", *sys.argv[1:]],
+        "quire": __version__,
+        "python": platform.python_version(),
+        **facts,
+        "cpu": kind._asdict(),
+        "workloads": [{"name": each.name, "title": each.title, "output_tokens": each.num_output} for each in workloads],
+        "entries": [{"name": entry.name, "settings": dict(entry.settings)} for entry in entries],
+        "starts": [start._asdict() for start in result.starts],
+        "turns": [turn._asdict() for turn in result.turns],
+        "failures": result.failures,
+        "ratios": ratios,
+    }

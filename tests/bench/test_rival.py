@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.versus import CommandComparison, WorkloadResult, compare_commands, read_result
+from quire.bench.race import CommandComparison, WorkloadResult, compare_commands, read_result
 from quire.cli.bench_processes import race
 from quire.core.errors import ConfigError
 
