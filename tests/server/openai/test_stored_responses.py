@@ -227,10 +227,73 @@ def test_a_deleted_background_response_ends(client: openai.OpenAI, http: httpx.C
         client.responses.retrieve(made.id)
 
 
+def test_a_background_response_is_streamed(client: openai.OpenAI, http: httpx.Client) -> None:
+    events = list(client.responses.create(model=MODEL, input="hi", background=True, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    created, last = events[0], events[-1]
+    assert created.type == "response.created" and created.response.status == "queued"
+    assert last.type == "response.completed" and last.response.output_text == "Hello."
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello."
+    stored = client.responses.retrieve(last.response.id)
+    assert (stored.status, stored.background, stored.output) == ("completed", True, last.response.output)
+    wait_until_at_rest(http)
+
+
+def test_a_background_stream_goes_on_without_its_client_and_is_followed_again(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    begun = client.responses.create(model=MODEL, input="endless", background=True, stream=True, max_output_tokens=1500)
+    with begun:
+        first = [next(begun) for _ in range(6)]
+    assert first[0].type == "response.created"
+    response_id = first[0].response.id
+    assert client.responses.retrieve(response_id).status == "in_progress"
+    with client.responses.retrieve(response_id, stream=True, starting_after=3) as again:
+        rest = list(again)
+    assert [event.sequence_number for event in rest] == list(range(4, 4 + len(rest)))
+    assert rest[:2] == first[4:]
+    assert rest[-1].type == "response.incomplete" and rest[-1].response.status == "incomplete"
+    assert client.responses.retrieve(response_id).output == rest[-1].response.output
+    answer = http.get(f"/v1/responses/{response_id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream"), "it has ended"
+    wait_until_at_rest(http)
+
+
+@pytest.mark.parametrize("end", ["cancel", "delete"])
+def test_followers_of_a_cancelled_response_get_an_error(client: openai.OpenAI, http: httpx.Client, end: str) -> None:
+    body = {"input": "endless", "background": True, "stream": True}
+    with http.stream("POST", "/v1/responses", json=body) as answer:
+        lines = answer.iter_lines()
+        created = json.loads(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))
+        getattr(client.responses, end)(created["response"]["id"])
+        last = json.loads([line for line in lines if line.startswith("data: ")][-1].removeprefix("data: "))
+    assert (last["type"], last["code"]) == ("error", "response_cancelled")
+    wait_until_at_rest(http)
+
+
+def test_a_background_stream_fails_as_a_response(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model=MODEL, input="boom", background=True, stream=True))
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert client.responses.retrieve(events[-1].response.id).status == "failed"
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1" * 10])
+def test_a_wrong_starting_after(client: openai.OpenAI, http: httpx.Client, after: str) -> None:
+    with client.responses.create(model=MODEL, input="endless", background=True, stream=True) as begun:
+        created = next(begun)
+    assert created.type == "response.created"
+    path = f"/v1/responses/{created.response.id}"
+    answer = http.get(path, params={"stream": "true", "starting_after": after})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+    client.responses.cancel(created.response.id)
+    wait_until_at_rest(http)
+
+
 def test_what_cannot_be_combined(client: openai.OpenAI, http: httpx.Client) -> None:
-    for fields, param in (({"store": False}, "store"), ({"stream": True}, "stream")):
-        answer = http.post("/v1/responses", json={"input": "hi", "background": True, **fields})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = http.post("/v1/responses", json={"input": "hi", "background": True, "store": False})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "store")
     made = ask(client, "hi")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(made.id)

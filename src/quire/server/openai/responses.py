@@ -1,10 +1,9 @@
 """/v1/responses: create, count the input tokens, retrieve, cancel, delete, list the input items.
 
 A response is stored unless `store` is false. One with `background` is generated after its request has been answered,
-and polled; it counts as an open request until it ends, and is lost with the server.
+and polled or followed (`background.py`); it counts as an open request until it ends, and is lost with the server.
 """
 
-import asyncio
 from functools import partial
 from typing import NamedTuple
 
@@ -16,11 +15,12 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, QuireError, shown
 from quire.server.admission import client_of
 from quire.server.chat.prompt import ChatPrompt, chat_prompt, drop_oldest_turns
-from quire.server.chat.session import ChatDelta, ChatStream, start_chat
+from quire.server.chat.session import ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
-from quire.server.http.request_context import AdmittedPlace, context_of
-from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
+from quire.server.http.request_context import context_of
+from quire.server.http.sse import json_response, run_inline_if_short, stream, until_disconnect
+from quire.server.openai.background import BackgroundResponse, EventLog, response_events
 from quire.server.openai.chunks import TokenText
 from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat, stored_items
 from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs
@@ -32,6 +32,7 @@ from quire.server.response_store import ResponseStore, StoredItem, StoredRespons
 _SHORT_BYTES = 1 << 16  # of a stored conversation: read inline
 _MAX_LISTED = 100  # items of a page, as OpenAI has it
 _NUM_LISTED = 20
+_MAX_DIGITS = 9  # of the number of an event
 
 
 class ResponseNotFound(QuireError):
@@ -65,7 +66,7 @@ async def responses(state: ServerState, request: Request) -> Response:
         chat = await start_chat(state.engine, model, prompt, generation)
         logprobs = _logprobs(model, prompt, generation, chat)
         if body.background:
-            return _start_background(state, request, body, chat, items, generation, logprobs)
+            return await _start_background(state, request, body, chat, items, generation, logprobs)
 
         def ended(final: Body) -> None:
             if body.store is not False:
@@ -73,7 +74,7 @@ async def responses(state: ServerState, request: Request) -> Response:
 
         response = ResponsesResponse(model.name, body, generation, logprobs, ended)
         if generation.stream:
-            events = _events(chat, response)
+            events = response_events(chat, response)
             return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
         result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
@@ -90,9 +91,20 @@ async def input_tokens(state: ServerState, request: Request) -> Response:
 
 
 async def retrieve(state: ServerState, request: Request) -> Response:
-    if request.query_params.get("stream") in ("true", "True", "1"):
-        raise InvalidParameter("A stored response is not streamed again; omit stream.", param="stream")
-    return _json(_find(state.responses, request))
+    """The response as it is; with `stream`, the events of one that is being generated, from any of them on."""
+    stored, query = _find(state.responses, request), request.query_params
+    if query.get("stream") not in ("true", "True", "1"):
+        return _json(stored)
+    running = stored.running
+    if not isinstance(running, BackgroundResponse) or running.log is None:
+        raise InvalidParameter(
+            "Only a response with background and stream can be streamed again, while it is generated; omit stream.",
+            param="stream",
+        )
+    after = query.get("starting_after")
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MAX_DIGITS):
+        raise InvalidParameter(f"starting_after is {shown(after)}; it must be a number.", param="starting_after")
+    return await _follow(state, request, running.log, -1 if after is None else int(after))
 
 
 async def delete(state: ServerState, request: Request) -> Response:
@@ -174,44 +186,7 @@ def _logprobs(
     return TextLogprobs(token_text, detokenizer, generation.params.logprobs)
 
 
-async def _events(chat: ChatStream, response: ResponsesResponse) -> Events:
-    while isinstance(update := await chat.receive(), ChatDelta):
-        if events := response.events(update):
-            yield events
-    yield response.last_event(update, await chat.num_reasoning_tokens())
-
-
-class BackgroundResponse:
-    """A response that is generated after its request has been answered."""
-
-    def __init__(self, chat: ChatStream, response: ResponsesResponse, place: AdmittedPlace | None) -> None:
-        self._chat = chat
-        self._response = response
-        self._task = asyncio.create_task(self._run())
-
-        def release(_: "asyncio.Task[None]") -> None:  # of a task that is cancelled before it starts, too
-            chat.close()
-            if place is not None:
-                place.release()
-
-        self._task.add_done_callback(release)
-
-    async def _run(self) -> None:
-        try:
-            result = await self._chat.result()
-            self._response.whole(result, await self._chat.num_reasoning_tokens())
-        except Exception as error:
-            self._response.fail(error)
-
-    def body(self) -> bytes:
-        return self._response.without_output("in_progress" if self._chat.started else "queued")
-
-    def cancel(self) -> bytes:
-        self._task.cancel()
-        return self._response.without_output("cancelled")
-
-
-def _start_background(
+async def _start_background(
     state: ServerState,
     request: Request,
     body: ResponsesBody,
@@ -228,14 +203,19 @@ def _start_background(
 
     response = ResponsesResponse(state.model.name, body, generation, logprobs, ended)
     place, context.place = context.place, None  # it is released when the response ends, not with the request
-    running = BackgroundResponse(chat, response, place)
+    running = BackgroundResponse(chat, response, place, streamed=generation.stream)
     stored = StoredResponse(response.id, owner, running.body(), items, background=True, running=running)
     try:
         store.put(stored)
     except QuireError:
         running.cancel()
         raise
-    return _json(stored)
+    return _json(stored) if running.log is None else await _follow(state, request, running.log)
+
+
+async def _follow(state: ServerState, request: Request, log: EventLog, starting_after: int = -1) -> Response:
+    """The response goes on if this client disconnects."""
+    return await stream(request, log.follow(starting_after), lambda: None, state.keep_alive_s, log.failed)
 
 
 def _stored(owner: str, final: Body, items: tuple[StoredItem, ...], *, background: bool = False) -> StoredResponse:

@@ -113,12 +113,11 @@ def as_chat(body: ResponsesBody, earlier: Sequence[StoredItem], find: FindItem) 
     for name, instead in _NOT_SERVED.items():
         if getattr(body, name):
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
-    if body.background and (body.store is False or body.stream):
-        name, instead = ("store", "must not be false") if body.store is False else ("stream", "must not be set")
+    if body.background and body.store is False:
         raise InvalidParameter(
-            f"{name} {instead} with background: true, whose response is stored, to be polled with "
-            f"GET /v1/responses/{{id}}.",
-            param=name,
+            "store must not be false with background: true, whose response is stored, to be polled with "
+            "GET /v1/responses/{id}.",
+            param="store",
         )
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidParameter(

@@ -107,6 +107,7 @@ class ResponsesResponse:
         self._items = OutputItems()
         self._truncated = False
         self._num_events = 0
+        self._is_open = False  # its first events were sent
         self._logprobs = logprobs
         self._item_logprobs: dict[str, list[Body]] = {}  # by the key of an item
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -124,13 +125,19 @@ class ResponsesResponse:
         self._finish(output.finish_reason)
         return self._finished(result.output, num_reasoning_tokens)
 
+    def queued(self) -> bytes:
+        """The first events of a background response, which waits."""
+        response = self._response("queued", [])
+        return b"".join([self._event(kind, response=response) for kind in ("response.created", "response.queued")])
+
     def events(self, chat_delta: ChatDelta) -> bytes:
         """The events of one delta; the first ones open the response."""
         events = []
         delta = chat_delta.delta
-        if not self._num_events:
-            response = self._response("in_progress", [])
-            events = [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
+        if not self._is_open:
+            self._is_open, response = True, self._response("in_progress", [])
+            kinds = ["response.in_progress"] if self._num_events else ["response.created", "response.in_progress"]
+            events = [self._event(kind, response=response) for kind in kinds]
         item_events = self._items.add(chat_delta.events)
         logprobs = self._note_logprobs(item_events, delta.text, delta.logprobs, chat_delta.events)
         if delta.finish_reason is not None:
