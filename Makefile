@@ -74,7 +74,7 @@ $(BIN)/python:
 NATIVE := $(wildcard src/quire/kernels/cpu/native/*.h src/quire/kernels/cpu/native/*.cpp)
 
 $(VENV)/.serve: pyproject.toml $(NATIVE) $(BIN)/python
-	$(BIN)/pip install -q -e ".[serve,cpu]"
+	$(BIN)/pip install -q -e ".[serve]"
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(BIN)/python

@@ -59,16 +59,16 @@ def test_models_fetch_prints_the_path_and_verify_the_result(quire: Shell, defaul
 def test_doctor_advises_in_full(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
 
-    def without_numba(name: str, package: str | None = None) -> ModuleSpec | None:
-        return None if name == "numba" else original(name, package)
+    def without_uvicorn(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "uvicorn" else original(name, package)
 
-    monkeypatch.setattr(importlib.util, "find_spec", without_numba)
+    monkeypatch.setattr(importlib.util, "find_spec", without_uvicorn)
     result = quire("doctor")
     assert result.status == 0
-    [line] = [line for line in result.out.splitlines() if "numba " in line and "missing" in line]
-    assert line.startswith("!") and 'pip install "quire[cpu]"' in line
+    [line] = [line for line in result.out.splitlines() if "uvicorn " in line and "missing" in line]
+    assert line.startswith("!") and 'pip install "quire[serve]"' in line
     findings = json.loads(quire("doctor", "--json").out)
-    assert findings["numba"]["advice"] == 'pip install "quire[cpu]"'
+    assert findings["uvicorn"]["advice"] == 'pip install "quire[serve]"'
     assert {"torch", "device", "memory", "kernels", "default model"} <= findings.keys()
 
 

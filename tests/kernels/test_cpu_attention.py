@@ -1,36 +1,30 @@
 """Ragged attention of the CPU kernels against the reference: any mixture of chunks and decodes."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.interface import AttentionRule
 from quire.kernels.reference import ReferenceKernels
+from tests.kernels.cpu_kernels import (
+    as_declared,
+    as_stored,
+    cpu_kernels,
+    each_kernels,
+    native_kernels,
+    needs_native,
+    no_rotation,
+)
 from tests.kernels.layouts import Pages, Part, fill
-from tests.tiers import choices, examples, long_only
+from tests.tiers import choices, examples
 
 NUM_LAYERS = 2
 LAYER = 1
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-PATHS = [
-    pytest.param(
-        True, id="numba", marks=pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
-    ),
-    pytest.param(False, id="torch"),
-]
-
-# Of 11 heads each is computed alone, of 22 two together, of 9 three, of 15 five. Compiling one of these widths for one
-# type takes 6 s: the short tier has three, two of which other tests need as well.
-GROUPS = choices(
-    [(1, torch.float32), (11, torch.float32), (2, torch.float32), (22, torch.float32), (3, torch.bfloat16),
-     (9, torch.bfloat16)],
-    [*product([1, 3, 11, 15], [torch.float32, torch.bfloat16])],
-)  # fmt: skip
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 mixtures = st.lists(
     st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 20, 33])), min_size=1, max_size=4
@@ -38,7 +32,7 @@ mixtures = st.lists(
 
 
 def attend_both(
-    use_numba: bool,
+    name: str,
     parts: list[Part],
     *,
     block_size: int = 16,
@@ -57,34 +51,36 @@ def attend_both(
     fill(store, LAYER, pages, [part.num_before for part in parts], generator)
     layout = pages.layout(dict(enumerate(parts)))
     num_tokens = len(layout.positions)
-    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(activations or dtype)
+    kernels = cpu_kernels(name)
+    activations = activations or kernels.activation_dtype(dtype)
+    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(activations)
     outputs = []
-    for kernels in (CpuKernels(use_numba), ReferenceKernels()):
-        layer = store.clone()[:, LAYER]
-        step = kernels.plan(layout, block_size)
-        step.write(qkv[:, heads:].unflatten(1, (2, kv_heads)), layer)
-        outputs.append(step.attend(qkv[:, :heads], layer, rule or AttentionRule(dim**-0.5)).float())
+    for each in (kernels, ReferenceKernels()):
+        layer, mine = as_stored(each, store)[:, LAYER], qkv.clone()
+        step = each.plan(layout, block_size)
+        step.rope_and_write_kv(mine, None, no_rotation(num_tokens, activations), layer)
+        outputs.append(step.attend(mine[:, :heads], layer, rule or AttentionRule(dim**-0.5)).float())
     return outputs[0], outputs[1]
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
+@each_kernels
 @settings(max_examples=examples(15, 40))
 @given(
     mixture=mixtures,
     block_size=st.sampled_from([1, 2, 3, 8, 16, 32, 128]),
     kv_heads=st.sampled_from([1, 2, 3]),
-    group_and_dtype=st.sampled_from(GROUPS),
+    group=st.sampled_from([1, 2, 3, 9, 15]),
+    dtype=st.sampled_from(DTYPES),
     dim=st.sampled_from(choices([16, 77], [16, 24, 64, 77, 128, 256])),
     window=st.sampled_from([0, 0, 1, 7, 64]),
     softcap=st.sampled_from([0.0, 0.0, 5.0]),
     seed=st.integers(0, 1000),
 )
 def test_every_mixture_of_chunks_and_decodes_agrees_with_the_reference(
-    use_numba, mixture, block_size, kv_heads, group_and_dtype, dim, window, softcap, seed
+    name, mixture, block_size, kv_heads, group, dtype, dim, window, softcap, seed
 ):
-    group, dtype = group_and_dtype
     fast, truth = attend_both(
-        use_numba,
+        name,
         [Part(*part) for part in mixture],
         block_size=block_size,
         heads=kv_heads * group,
@@ -97,69 +93,69 @@ def test_every_mixture_of_chunks_and_decodes_agrees_with_the_reference(
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[dtype], rtol=0.0)
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-@pytest.mark.parametrize("group", [3, *long_only([1, 2, 4, 5, 6, 7, 8])])  # each is compiled
+@each_kernels
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_every_group_of_heads_agrees_for_one_row_and_for_several(use_numba, group, num_rows):
-    """One row divides its heads among the threads, several rows divide the rows."""
+def test_every_group_of_heads_agrees_for_one_row_and_for_several(name, group, num_rows):
     parts = [Part(num_before, 1) for num_before in (40, 0, 18)][:num_rows]
     fast, truth = attend_both(
-        use_numba, parts, heads=2 * group, kv_heads=2, dim=64, dtype=torch.bfloat16, rule=AttentionRule(0.2, window=30)
+        name, parts, heads=2 * group, kv_heads=2, dim=64, dtype=torch.bfloat16, rule=AttentionRule(0.2, window=30)
     )
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.bfloat16], rtol=0.0)
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
+@each_kernels
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("stored", [torch.float16, *long_only([torch.bfloat16])])
-def test_float32_queries_over_a_narrower_store_are_not_rounded(use_numba, stored, softcap):
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_float32_queries_over_a_narrower_store_are_not_rounded(name, stored, softcap):
     parts = [Part(20, 1), Part(3, 7), Part(0, 1)]
     rule = AttentionRule(0.3, softcap=softcap)
-    fast, truth = attend_both(use_numba, parts, dtype=stored, activations=torch.float32, rule=rule)
+    fast, truth = attend_both(name, parts, dtype=stored, activations=torch.float32, rule=rule)
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.float32], rtol=0.0)
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-def test_weights_are_exact_over_the_whole_range_of_scores(use_numba):
+@each_kernels
+def test_weights_are_exact_over_the_whole_range_of_scores(name):
     """A large scale makes scores far apart: the softmax must neither overflow nor lose small weights early."""
     for scale in (1e-3, 1.0, 8.0, 100.0):
-        fast, truth = attend_both(use_numba, [Part(50, 1), Part(7, 1)], rule=AttentionRule(scale))
+        fast, truth = attend_both(name, [Part(50, 1), Part(7, 1)], rule=AttentionRule(scale))
         torch.testing.assert_close(fast, truth, atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
+@each_kernels
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_key_or_value_that_is_not_a_number_shows_in_its_own_row_only(use_numba, side):
+def test_a_key_or_value_that_is_not_a_number_shows_in_its_own_row_only(name, side):
     pages = Pages.shuffled([9, 9], block_size=4, seed=0)
     store = torch.zeros(pages.num_blocks, 1, 2, 4, 1, 16)
     slot = pages.slot(1, 3)
     store[slot // 4, 0, side, slot % 4] = math.nan
-    step = CpuKernels(use_numba).plan(pages.layout({0: Part(8, 1), 1: Part(8, 1)}), 4)
-    attended = step.attend(torch.ones(2, 1, 16), store[:, 0], AttentionRule(1.0))
+    kernels = cpu_kernels(name)
+    step = kernels.plan(pages.layout({0: Part(8, 1), 1: Part(8, 1)}), 4)
+    attended = step.attend(torch.ones(2, 1, 16), as_stored(kernels, store)[:, 0], AttentionRule(1.0))
     assert attended[0].isfinite().all()
     assert attended[1].isnan().all()
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-def test_a_token_attends_to_itself_alone_when_it_is_first(use_numba):
-    fast, _ = attend_both(use_numba, [Part(0, 1)], heads=1, kv_heads=1)
+@each_kernels
+def test_a_token_attends_to_itself_alone_when_it_is_first(name):
+    fast, _ = attend_both(name, [Part(0, 1)], heads=1, kv_heads=1)
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(1, 3, 16, generator=generator)[0, 2]
     torch.testing.assert_close(fast[0], value)
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-def test_what_free_blocks_and_unwritten_slots_hold_changes_nothing(use_numba):
+@each_kernels
+def test_what_free_blocks_and_unwritten_slots_hold_changes_nothing(name):
     parts = [Part(5, 1), Part(0, 9), Part(33, 1), Part(20, 3)]
-    fast, _ = attend_both(use_numba, parts, rule=AttentionRule(0.25, window=11))
+    fast, _ = attend_both(name, parts, rule=AttentionRule(0.25, window=11))
     assert torch.isfinite(fast).all()
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-def test_a_window_hides_keys_that_are_a_window_away(use_numba):
+@each_kernels
+def test_a_window_hides_keys_that_are_a_window_away(name):
     """With window 1 every query sees only itself: the answer is its own value."""
     parts = [Part(6, 1), Part(0, 4)]
-    fast, _ = attend_both(use_numba, parts, heads=2, kv_heads=2, rule=AttentionRule(1.0, window=1))
+    fast, _ = attend_both(name, parts, heads=2, kv_heads=2, rule=AttentionRule(1.0, window=1))
     pages = Pages.shuffled([7, 4], 16, 0)
     generator = torch.Generator().manual_seed(0)
     fill(torch.empty(pages.num_blocks, NUM_LAYERS, 2, 16, 2, 16), LAYER, pages, [6, 0], generator)
@@ -167,38 +163,27 @@ def test_a_window_hides_keys_that_are_a_window_away(use_numba):
     torch.testing.assert_close(fast, values.flatten(1))
 
 
-@pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
-@pytest.mark.parametrize(
-    ("part", "num_rows"), [(Part(40, 8), 8), (Part(40, 9), 0), (Part(0, 32), 32), (Part(0, 33), 0)]
-)
-def test_short_chunks_are_computed_with_the_decodes(part, num_rows):
-    """A call of torch's for each of many short chunks made steps slow. One decode stands beside the chunk."""
-    pages = Pages.shuffled([part.num_before + part.num_new, 5], block_size=16, seed=0)
-    step = CpuKernels().plan(pages.layout({0: part, 1: Part(4, 1)}), 16)
-    assert step.num_rows == num_rows + 1
-
-
-def test_new_keys_land_in_their_slots_and_nowhere_else():
+@each_kernels
+def test_new_keys_land_in_their_slots_and_nowhere_else(name):
     pages = Pages.shuffled([10, 3], block_size=4, seed=1)
     layout = pages.layout({0: Part(7, 3), 1: Part(2, 1)})
-    new = torch.randn(4, 2, 2, 8)
-    stores = []
-    for kernels in (CpuKernels(), ReferenceKernels()):
-        store = torch.zeros(pages.num_blocks, 3, 2, 4, 2, 8)
-        kernels.plan(layout, 4).write(new, store[:, 1])
-        stores.append(store)
-    assert torch.equal(stores[0], stores[1])
-    flat = stores[0][:, 1].transpose(1, 2).flatten(0, 1)
+    qkv = torch.randn(4, 6, 8)
+    kernels, store = cpu_kernels(name), torch.zeros(pages.num_blocks, 3, 2, 4, 2, 8)
+    kernels.plan(layout, 4).rope_and_write_kv(qkv.clone(), None, no_rotation(4), store[:, 1])
+    flat = as_declared(kernels, store)[:, 1].transpose(1, 2).flatten(0, 1)
+    new = qkv[:, 2:].unflatten(1, (2, 2))
     assert torch.equal(flat[layout.slots], new)
-    assert stores[0].count_nonzero() == new.numel()
+    assert store.count_nonzero() == new.numel()
 
 
-@pytest.mark.parametrize("use_numba", PATHS)
-def test_what_a_half_cannot_hold_is_stored_as_its_largest_and_nan_as_nan(use_numba):
+@needs_native
+def test_what_a_half_cannot_hold_is_stored_as_its_largest_and_nan_as_nan():
+    """The native kernels store halves for models whose activations have a wider range."""
     pages = Pages.shuffled([2], block_size=4, seed=0)
-    store = torch.zeros(pages.num_blocks, 1, 2, 4, 1, 16, dtype=torch.float16)
-    step = CpuKernels(use_numba).plan(pages.layout({0: Part(0, 2)}), 4)
-    written = torch.tensor([1e6, math.nan])[:, None, None, None].expand(2, 2, 1, 16).contiguous()
-    step.write(written, store[:, 0])
+    store = torch.zeros(pages.num_blocks, 1, 2, 4, 1, 19, dtype=torch.float16)
+    kernels = native_kernels()
+    written = torch.tensor([1e6, math.nan])[:, None, None].expand(2, 3, 19).contiguous()
+    kernels.plan(pages.layout({0: Part(0, 2)}), 4).rope_and_write_kv(written, None, no_rotation(2), store[:, 0])
+    store = as_declared(kernels, store)
     first, second = (store[pages.slot(0, place) // 4, 0, :, pages.slot(0, place) % 4] for place in (0, 1))
     assert (first == torch.finfo(torch.float16).max).all() and second.isnan().all()

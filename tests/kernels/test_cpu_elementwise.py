@@ -1,21 +1,26 @@
 """Norms, gates and linear layers of the CPU kernels against the reference."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
+from tests.kernels.cpu_kernels import cpu_kernels, each_kernels, needs_native
 
+TRUTH = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
-FAST, TRUTH = CpuKernels(use_amx=False), ReferenceKernels()
-NORMS = [
-    pytest.param(FAST, id="numba", marks=pytest.mark.skipif(not FAST.compiled, reason="numba is not installed")),
-    pytest.param(CpuKernels(use_numba=False), id="torch"),
+# The native kernels compute and return float32.
+SETS = [
+    pytest.param("native", torch.float32, marks=needs_native),
+    ("torch", torch.float32),
+    ("torch", torch.bfloat16),
 ]
+each_set = pytest.mark.parametrize(("name", "dtype"), SETS)
 
 
 def close(fast: torch.Tensor, truth: torch.Tensor) -> None:
@@ -28,29 +33,32 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_set
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 33])
-def test_a_packed_weight_multiplies_as_the_plain_one(dtype, bias, rows):
-    x, weight = drawn(rows, 48, dtype=dtype), drawn(40, 48, dtype=dtype, seed=1)
-    offset = drawn(40, dtype=dtype, seed=2) if bias else None
-    fast = FAST.linear(x, FAST.pack(weight), offset)
+def test_a_packed_weight_multiplies_as_the_plain_one(name, dtype, weight_dtype, bias, rows):
+    kernels = cpu_kernels(name)
+    x, weight = drawn(rows, 48, dtype=dtype), drawn(40, 48, dtype=weight_dtype, seed=1)
+    offset = drawn(40, dtype=weight_dtype, seed=2) if bias else None
+    fast = kernels.linear(x, kernels.pack(weight), offset)
     truth = TRUTH.linear(x, TRUTH.pack(weight), offset)
-    torch.testing.assert_close(fast, truth, atol=1e-4 if dtype == torch.float32 else 0.13, rtol=1e-2)
+    exact = name == "native" or dtype == weight_dtype == torch.float32
+    torch.testing.assert_close(fast, truth, atol=1e-4 if exact else 0.13, rtol=1e-5 if exact else 1e-2)
 
 
-@pytest.mark.parametrize("kernels", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_agree_for_rows_and_for_some_of_the_heads(kernels, dtype):
+@each_set
+def test_norms_agree_for_rows_and_for_some_of_the_heads(name, dtype):
+    kernels = cpu_kernels(name)
     x, weight = drawn(5, 6, 32, dtype=dtype), drawn(32, seed=1)
     close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
     close(kernels.rms_norm(x[:, :4], weight, 1e-5), TRUTH.rms_norm(x[:, :4], weight, 1e-5))
 
 
-@pytest.mark.parametrize("kernels", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_set
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (1, 576), (3, 7), (32, 577), (200, 33)])
-def test_norms_agree_at_every_size(kernels, dtype, rows, width):
+def test_norms_agree_at_every_size(name, dtype, rows, width):
+    kernels = cpu_kernels(name)
     x, weight = drawn(rows, width, dtype=dtype), drawn(width, seed=1)
     close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
     residuals = [drawn(rows, width, seed=2) for _ in range(2)]
@@ -58,10 +66,12 @@ def test_norms_agree_at_every_size(kernels, dtype, rows, width):
     assert torch.equal(residuals[0], residuals[1])
 
 
-@pytest.mark.parametrize("kernels", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("residual_dtype", DTYPES)
-def test_adding_to_the_residual_happens_in_place_and_before_the_norm(kernels, dtype, residual_dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "residual_dtype"),
+    [pytest.param("native", torch.float32, torch.float32, marks=needs_native), *product(["torch"], DTYPES, DTYPES)],
+)
+def test_adding_to_the_residual_happens_in_place_and_before_the_norm(name, dtype, residual_dtype):
+    kernels = cpu_kernels(name)
     x, weight = drawn(5, 32, dtype=dtype), drawn(32, seed=1)
     residuals = [drawn(5, 32, dtype=residual_dtype, seed=2) for _ in range(2)]
     before = residuals[0].clone()
@@ -70,19 +80,18 @@ def test_adding_to_the_residual_happens_in_place_and_before_the_norm(kernels, dt
     assert torch.equal(residuals[0], (before + x).to(residual_dtype))
 
 
-@pytest.mark.parametrize("kernels", NORMS)
-def test_norms_round_to_the_nearest_bfloat16_and_halves_to_even(kernels):
+def test_norms_round_to_the_nearest_bfloat16_and_halves_to_even():
     """A row of ones has norm 1, so that the output is the weight, rounded."""
     half = 2.0**-8  # of the last place of a bfloat16 between 1 and 2
     weight = torch.tensor([1 + half, 1 + 3 * half, 1 + half * 1.01, 1 + half * 0.99, -1 - half, 3.4e38, 0.0, -0.0])
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert torch.equal(kernels.rms_norm(x, weight, 0.0), weight.bfloat16().expand(2, 8))
+    assert torch.equal(TorchCpuKernels().rms_norm(x, weight, 0.0), weight.bfloat16().expand(2, 8))
 
 
-@pytest.mark.parametrize("kernels", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_set
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_row_and_shows(kernels, dtype, bad):
+def test_what_is_not_finite_stays_in_its_row_and_shows(name, dtype, bad):
+    kernels = cpu_kernels(name)
     x = drawn(3, 32, dtype=dtype)
     x[1, 5] = bad
     normed = kernels.add_rms_norm(x, torch.zeros(3, 32), torch.ones(32), 1e-5)
@@ -90,11 +99,23 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(kernels, dtype, bad):
     assert normed[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_set
+@pytest.mark.parametrize("width", [1, 7, 32, 61])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_agree(dtype, activation):
-    x = drawn(5, 64, dtype=dtype)
-    close(FAST.act_and_mul(x, activation), TRUTH.act_and_mul(x, activation))
+def test_activations_agree(name, dtype, width, activation):
+    x = 3 * drawn(5, 2 * width, dtype=dtype)
+    close(cpu_kernels(name).act_and_mul(x, activation), TRUTH.act_and_mul(x, activation))
+
+
+@each_kernels
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_an_activation_far_from_zero_saturates_and_nan_shows(name, activation):
+    gate = torch.tensor([1e4, -1e4, 200.0, -200.0, 0.0, -90.0, 1e20, math.nan, 1.0])
+    x = torch.cat([gate, torch.full_like(gate, 2.0)])[None]
+    activated = cpu_kernels(name).act_and_mul(x, activation)[0]
+    assert activated[[0, 2, 4, 6]].tolist() == pytest.approx([2e4, 400.0, 0.0, 2e20])
+    assert activated[[1, 3, 5]].abs().max() < 1e-30
+    assert activated[7].isnan() and activated[8].isfinite()
 
 
 def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
@@ -113,7 +134,7 @@ def test_near_ties_of_logits_are_resolved_in_float32(vocab_size) -> None:
     weight[1] = weight[0]
     weight[1, 0] += weight[1, 0].abs() * 2**-7  # so close that bfloat16 logits cannot tell them apart
     weight[:2] += 4 * x.mean(0).sign()
-    cpu = CpuKernels(use_amx=False)
+    cpu = TorchCpuKernels()
     exact = ReferenceKernels().logits(x, weight, weight)
     settled = cpu.logits(x, cpu.pack(weight), weight)
     assert settled.dtype is torch.float32

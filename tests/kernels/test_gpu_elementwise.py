@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.gpu import norms, rope_and_kv_write
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.interface import PartialSums
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 WIDTHS = [16, 100, 576, 4096]
-FAST, TRUTH, CPU = GpuKernels(), ReferenceKernels(), CpuKernels()
+FAST, TRUTH, CPU = GpuKernels(), ReferenceKernels(), TorchCpuKernels()
 
 
 def close(fast: torch.Tensor, truth: torch.Tensor) -> None:

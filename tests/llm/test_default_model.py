@@ -17,10 +17,10 @@ from quire import LLM, SamplingParams
 from quire.bench.transformers_baseline import as_llama
 from quire.engine.build import weights_of
 from quire.formats.open_checkpoint import open_checkpoint
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.text.tokenizer import Tokenizer
+from tests.kernels.cpu_kernels import cpu_kernels, each_kernels
 from tests.llm.prose import PROSE
 from tests.models.running import in_chunks, run
 from tests.tiers import choices, examples
@@ -163,23 +163,21 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 
 @torch.inference_mode()
 @pytest.mark.long  # 13 CPU seconds
-@pytest.mark.parametrize("use_amx", [pytest.param(True, id="tiles"), pytest.param(False, id="oneDNN")])
+@each_kernels
 def test_bfloat16_logits_are_as_close_to_float32_as_documented_and_as_transformers(
-    default_model_path, rounded, prose, use_amx
+    default_model_path, rounded, prose, name
 ):
     """The truth: transformers in float32 on the same weights, rounded to bfloat16 as both engines load them."""
-    kernels = CpuKernels(use_amx=use_amx)
-    if kernels.has_amx != use_amx:
-        pytest.skip("this CPU has no matrix unit, or numba is not installed")
+    native = name == "native"  # with float32 activations
     ids, exact, theirs = prose
-    decoder = Decoder(open_checkpoint(default_model_path).spec, rounded, kernels, len(ids))
+    decoder = Decoder(open_checkpoint(default_model_path).spec, rounded, cpu_kernels(name), len(ids))
     ours = run(decoder, [ids], in_chunks([len(ids)], 128), block_size=16)[0]
     lost = exact.amax(dim=-1) - exact.gather(1, ours.argmax(dim=-1)[:, None])[:, 0]
-    assert lost.max().item() <= (NEAR_TIE_EXACT if kernels.has_amx else NEAR_TIE)
+    assert lost.max().item() <= (NEAR_TIE_EXACT if native else NEAR_TIE)
     agreement = (lost == 0).float().mean().item()
-    assert agreement >= (0.995 if kernels.has_amx else 0.98), agreement  # docs/performance/cpu.md
+    assert agreement >= (0.995 if native else 0.98), agreement  # docs/performance/cpu.md
     divergence = _mean_divergence(exact, ours)
-    assert divergence <= (1e-4 if kernels.has_amx else 1e-3)  # documented: 1e-3
+    assert divergence <= (1e-4 if native else 1e-3)  # documented: 1e-3
     assert divergence <= _mean_divergence(exact, theirs)
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import models
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import LayerWeights
 from quire.weights.allocate import empty_weights
+from tests.kernels.cpu_kernels import cpu_kernels, each_kernels
 from tests.kernels.layouts import Pages, Part
 from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
 from tests.models.running import Schedule, in_chunks, run
@@ -40,37 +40,44 @@ def expected(name: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
         return [twin(name).peer(torch.tensor([prompt])).logits[0].float() for prompt in prompts(list(lengths))]
 
 
-def decoder(name: str, max_length: int = 32) -> Decoder:
-    model = twin(name)
-    return Decoder(model.spec, model.weights, CpuKernels(), max_length)
+@cache
+def decoder(family: str, kernels: str, max_length: int = 32) -> Decoder:
+    model = twin(family)
+    return Decoder(model.spec, model.weights, cpu_kernels(kernels), max_length)
 
 
-def assert_equal(name: str, schedule: Schedule, lengths: list[int], max_length: int = 32, block_size: int = 4) -> None:
-    ours = run(decoder(name, max_length), prompts(lengths), schedule, block_size)
-    for mine, theirs in zip(ours, expected(name, tuple(lengths)), strict=True):
+def assert_equal(
+    family: str, kernels: str, schedule: Schedule, lengths: list[int], max_length: int = 32, block_size: int = 4
+) -> None:
+    ours = run(decoder(family, kernels, max_length), prompts(lengths), schedule, block_size)
+    for mine, theirs in zip(ours, expected(family, tuple(lengths)), strict=True):
         assert (mine - theirs).abs().max().item() <= TOLERANCE
 
 
+@each_kernels
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_whole_prompts_in_one_flat_batch_give_the_same_logits(family: Family):
-    assert_equal(family.name, [dict(enumerate(LENGTHS))], LENGTHS)
+def test_whole_prompts_in_one_flat_batch_give_the_same_logits(family: Family, name: str):
+    assert_equal(family.name, name, [dict(enumerate(LENGTHS))], LENGTHS)
 
 
+@each_kernels
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_token_by_token_gives_the_same_logits(family: Family):
-    assert_equal(family.name, in_chunks(LENGTHS, 1), LENGTHS)
+def test_token_by_token_gives_the_same_logits(family: Family, name: str):
+    assert_equal(family.name, name, in_chunks(LENGTHS, 1), LENGTHS)
 
 
+@each_kernels
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_chunks_of_every_size_give_the_same_logits(family: Family):
+def test_chunks_of_every_size_give_the_same_logits(family: Family, name: str):
     for size in choices([2, 5, 11], range(2, 13)):
-        assert_equal(family.name, in_chunks([12], size), [12])
+        assert_equal(family.name, name, in_chunks([12], size), [12])
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "gemma2", "gemma3"])
+@each_kernels
+@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gemma3"])
 @settings(max_examples=examples(5, 15))
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 16, 32]))
-def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str, data, block_size: int):
+def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(family: str, name: str, data, block_size: int):
     left = dict(enumerate(LENGTHS))
     schedule: Schedule = []
     while left:
@@ -78,16 +85,18 @@ def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str,
         step = {s: data.draw(st.integers(1, min(left[s], 9))) for s in sequences}
         schedule.append(step)
         left = {s: count - step.get(s, 0) for s, count in left.items() if count > step.get(s, 0)}
-    assert_equal(name, schedule, LENGTHS, block_size=block_size)
+    assert_equal(family, name, schedule, LENGTHS, block_size=block_size)
 
 
-def test_longrope_uses_short_and_long_factors_in_one_batch():
+@each_kernels
+def test_longrope_uses_short_and_long_factors_in_one_batch(name: str):
     lengths = [40, 7, 35, 32]  # the original length is 32
-    assert_equal("phi3-longrope", in_chunks(lengths, 7), lengths, max_length=64)
+    assert_equal("phi3-longrope", name, in_chunks(lengths, 7), lengths, max_length=64)
 
 
-def test_only_selected_rows_get_logits():
-    model = decoder("llama2")
+@each_kernels
+def test_only_selected_rows_get_logits(name: str):
+    model = decoder("llama2", name)
     prompt = prompts([9])
     whole = run(model, prompt, in_chunks([9], 9))[0]
     hidden = torch.randn(5, model._spec.hidden_size)
@@ -96,10 +105,11 @@ def test_only_selected_rows_get_logits():
     assert whole.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["llama2", "gemma3"])
-def test_selected_states_equal_those_of_the_full_forward(name: str):
+@each_kernels
+@pytest.mark.parametrize("family", ["llama2", "gemma3"])
+def test_selected_states_equal_those_of_the_full_forward(family: str, name: str):
     """Of two chunks the wanted states, in any order, are those of the whole; keys and values are all there."""
-    model, pages = decoder(name), Pages.shuffled([9, 5], 4, seed=0)
+    model, pages = decoder(family, name), Pages.shuffled([9, 5], 4, seed=0)
     layout, tokens = pages.layout({0: Part(0, 9), 1: Part(0, 5)}), torch.tensor([*prompts([9])[0], *prompts([5])[0]])
     stores = [torch.zeros(model.kv_geometry.store_shape(pages.num_blocks, 4)) for _ in range(2)]
     whole = model.forward(tokens, layout, stores[0])
@@ -111,24 +121,26 @@ def test_selected_states_equal_those_of_the_full_forward(name: str):
     torch.testing.assert_close(out, model.logits(whole)[wanted])
 
 
-def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model():
+@each_kernels
+def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model(name: str):
     model = twin("gemma3")
     lengths = [10, 6]
     fast, slow = (
         run(Decoder(model.spec, model.weights, kernels, 32), prompts(lengths), in_chunks(lengths, 4))
-        for kernels in (CpuKernels(), ReferenceKernels())
+        for kernels in (cpu_kernels(name), ReferenceKernels())
     )
     for left, right in zip(fast, slow, strict=True):
         torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
 
 
+@each_kernels
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_in_bfloat16_every_family_is_within_its_error_bounds(family: Family):
+def test_in_bfloat16_every_family_is_within_its_error_bounds(family: Family, name: str):
     """Against float32 on the same rounded weights: mean KL, the likeliest token but for near-ties, and the noise."""
     rounded = build(family, torch.bfloat16)
     exact = build(family, torch.bfloat16).peer.float()
     ids = prompts(LENGTHS)
-    mine = torch.cat(run(Decoder(rounded.spec, rounded.weights, CpuKernels(), 32), ids, in_chunks(LENGTHS, 5)))
+    mine = torch.cat(run(Decoder(rounded.spec, rounded.weights, cpu_kernels(name), 32), ids, in_chunks(LENGTHS, 5)))
     with torch.inference_mode():
         truth = torch.cat([exact(torch.tensor([prompt])).logits[0] for prompt in ids])
         peer = torch.cat([rounded.peer(torch.tensor([prompt])).logits[0].float() for prompt in ids])
@@ -149,8 +161,9 @@ def test_layers_with_the_same_rope_share_a_table(name: str, num_tables: int, mon
     """A table of 131,072 positions takes a tenth of a second, and a model has many layers."""
     made = []
     monkeypatch.setattr(models.decoder, "RopeTable", lambda *args: made.append(args))
-    decoder(name)
-    assert twin(name).spec.num_layers > len(made) == num_tables
+    model = twin(name)
+    Decoder(model.spec, model.weights, ReferenceKernels(), 32)
+    assert model.spec.num_layers > len(made) == num_tables
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import AppendTokens, Candidates, StepPlan, StepResult
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import new_store
@@ -23,7 +23,7 @@ PROMPT = [3, 70, 12, 99, 5, 5, 31, 118, 40, 7]
 @cache
 def decoder() -> Decoder:
     twin = build(FAMILIES[0])
-    return Decoder(twin.spec, twin.weights, CpuKernels(), 40)
+    return Decoder(twin.spec, twin.weights, select_kernels("cpu").kernels, 40)
 
 
 def new_runner() -> ModelRunner:

@@ -20,7 +20,7 @@ from quire.engine.build import BuiltEngine
 from quire.engine.machine import cpu_features, num_cores
 from quire.version import __version__
 
-_PACKAGES = ("torch", "triton", "numpy", "numba")  # those that change figures
+_PACKAGES = ("torch", "triton", "numpy")  # those that change figures
 
 Facts = dict[str, object]
 

@@ -30,7 +30,7 @@ from quire.llm import LLM
 # Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
 CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
 # Variables for the cache folders of compilers.
-_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
+_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 _PROMPT = list(range(1, 17))  # token ids that every model has
 
 

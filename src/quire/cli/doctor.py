@@ -67,7 +67,6 @@ def examine() -> list[Finding]:
         *([Finding("attention", " · ".join(kernels.attention))] if kernels.attention else []),
         _default_model(),
         _package("triton", "kernels for GPUs", 'pip install "quire[gpu]"'),
-        _package("numba", "faster decode attention on CPUs", 'pip install "quire[cpu]"'),
         _package("starlette", "quire serve", 'pip install "quire[serve]"'),
         _package("uvicorn", "quire serve", 'pip install "quire[serve]"'),
         _compiler(),
