@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.ids import IntArray
+from quire.kernels.row_interface import EndColumns, RowColumns
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -141,6 +144,25 @@ class StackSpec(NamedTuple):
     final_norm: Tensor
 
 
+class RopeColumns(NamedTuple):
+    """cos and sin of every position: of a rope's table, and for LongRoPE of a second one behind it."""
+
+    cos: Tensor  # [tables * positions, 1, rotary_dim]
+    sin: Tensor
+    num_positions: int
+    long_from: int  # sequences that may hold more tokens use the second table; 0: there is one
+
+
+class DecoderTables(NamedTuple):
+    """What a decoder has beside its layers."""
+
+    embedding: PackedMatrix
+    embedding_scale: float
+    head: PackedMatrix
+    softcap: float  # of logits; 0: none
+    ropes: tuple[RopeColumns, ...]
+
+
 class LayerStack(Protocol):
     """All layers of a decoder for one step."""
 
@@ -149,6 +171,12 @@ class LayerStack(Protocol):
     ) -> Tensor:
         """embedded: [tokens, hidden] float32, changed; kv: the whole store; selected: [n] int64, or all tokens.
         Returns [n, hidden], normed."""
+
+    def decode_greedy(
+        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+    ) -> Tensor:
+        """A whole step of rows that decode greedily, which appends their tokens. Returns [5, rows] int64, as
+        `FinishRows` does."""
 
 
 class StepAttention(Protocol):

@@ -69,8 +69,11 @@ def select_kernels(
 def _cpu_choice(quantization: str | None) -> KernelChoice:
     library = load_native()
     if library is not None:
-        kernels = NativeKernels(library, torch.get_num_threads(), quantization)
-        reason = f"the device is the CPU: native kernels for {library.name}, {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        kernels = NativeKernels(library, num_threads, quantization)
+        # What is left to torch is small, and its own threads would spin while they wait.
+        torch.set_num_threads(1)
+        reason = f"the device is the CPU: native kernels for {library.name}, {num_threads} threads"
         return KernelChoice(kernels, reason, stored_encodings=STORED_ENCODINGS)
     if quantization is not None:
         raise ConfigError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.model import RopeKind, RopeSpec
-from quire.kernels.interface import Rotation
+from quire.kernels.interface import RopeColumns, Rotation
 
 
 class Frequencies(NamedTuple):
@@ -45,6 +45,10 @@ class RopeTable:
         if self._long_from is not None:
             positions = positions + self._max_length * (max_lengths > self._long_from)
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+    @property
+    def columns(self) -> RopeColumns:
+        return RopeColumns(self._cos, self._sin, self._max_length, self._long_from or 0)
 
 
 def _rotations(frequencies: Frequencies, max_length: int) -> Rotation:

@@ -6,9 +6,11 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from quire.core.ids import IntArray
 from quire.core.model import ModelSpec
 from quire.kernels.interface import (
     AttentionRule,
+    DecoderTables,
     HeadNorm,
     Kernels,
     PackedMatrix,
@@ -17,6 +19,7 @@ from quire.kernels.interface import (
     StackSpec,
     StepLayout,
 )
+from quire.kernels.row_interface import EndColumns, RowColumns
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMlp
@@ -103,6 +106,7 @@ class Decoder:
         self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self._tables: DecoderTables | None = None
         order = {rope: index for index, rope in enumerate(self._ropes)}
         self._stack = kernels.stack(
             StackSpec(
@@ -172,6 +176,18 @@ class Decoder:
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         return normed
+
+    @property
+    def has_greedy_decode(self) -> bool:
+        return self._stack is not None
+
+    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        assert self._stack is not None, "has_greedy_decode is false"
+        if self._tables is None:
+            ropes = tuple(table.columns for table in self._ropes.values())
+            cap = self._spec.final_softcap
+            self._tables = DecoderTables(self._table, self._embedding_scale, self._packed_head, cap, ropes)
+        return self._stack.decode_greedy(self._tables, rows, columns, ends, kv)
 
     def _add(self, x: Tensor | PartialSums, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
         """Close one half of a layer: its post norm if any, the residual addition, the next norm."""

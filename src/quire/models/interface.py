@@ -5,7 +5,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.core.ids import IntArray
 from quire.kernels.interface import StepLayout
+from quire.kernels.row_interface import EndColumns, RowColumns
 
 
 class KvGeometry(NamedTuple):
@@ -36,6 +38,13 @@ class Model(Protocol):
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
         """tokens: [tokens] int64; kv: the store, which takes the new keys and values; selected: [n] int64, the
         tokens whose hidden states are returned, at least one; None: all. [n, hidden]."""
+
+    @property
+    def has_greedy_decode(self) -> bool:
+        """Whether there is a `decode_greedy`."""
+
+    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        """A whole step of rows that decode greedily, their tokens appended. [5, rows] int64, as `FinishRows`."""
 
     def truncated(self) -> "Model":
         """A smaller model that launches every kernel variant of this one: for precompilation."""

@@ -9,8 +9,10 @@ values, so a step can be captured as a CUDA graph.
 import torch
 from torch import Tensor
 
+from quire.core.ids import IntArray
 from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix
 from quire.kernels.interface import StepLayout
+from quire.kernels.row_interface import EndColumns, RowColumns
 from quire.models.interface import KvGeometry
 
 
@@ -27,6 +29,13 @@ class OracleModel:
 
     def truncated(self) -> "OracleModel":
         return self
+
+    @property
+    def has_greedy_decode(self) -> bool:
+        return False
+
+    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        raise NotImplementedError("has_greedy_decode is false")
 
     @property
     def kv_geometry(self) -> KvGeometry:

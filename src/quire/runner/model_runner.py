@@ -152,6 +152,9 @@ class ModelRunner:
             sampled = self._replay(decoding, plan.chunks, masks)
             if sampled is not None:
                 return PendingStep(plan.step, sampled)
+        sampled = self._decode_greedy(plan, decoding, masks)
+        if sampled is not None:
+            return PendingStep(plan.step, sampled)
         batch = build_batch(self._rows, plan, decoding)
         if len(batch.tokens) == 0:
             return PendingStep(plan.step)
@@ -169,6 +172,19 @@ class ModelRunner:
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
         )
+
+    def _decode_greedy(self, plan: StepPlan, decoding: IntArray, masks: Masks | None) -> "SampledTokens | None":
+        """The whole step by the model itself, if it only decodes, greedily; None: it must be built."""
+        if not self._model.has_greedy_decode or plan.chunks or plan.num_padding or masks is not None:
+            return None
+        if not len(decoding) or self._sampler.features(decoding):
+            return None
+        for site in (FaultSite.FORWARD, FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
+            self._trip(site)
+        ends = self._sampler.end_columns
+        outcome = self._model.decode_greedy(decoding, self._rows.columns, ends, self._stores.device)
+        self._trip(FaultSite.LOGPROBS)
+        return SampledTokens(decoding, HostCopy(outcome), None)
 
     def _replay(self, decoding: IntArray, chunks: tuple[Chunk, ...], masks: Masks | None) -> "SampledTokens | None":
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""

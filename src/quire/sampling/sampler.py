@@ -116,6 +116,10 @@ class Sampler:
             tokens = random.put(tokens, drawn)
         return Sampled(torch.where(finite, tokens, 0), finite)
 
+    def features(self, rows: IntArray) -> SamplingFeature:
+        """What these rows need beside the likeliest token."""
+        return self._rows.union(rows)
+
     def needs_more(self, rows: IntArray) -> bool:
         """Whether any of these rows needs logit processors or logprobs, which captured sampling does not do."""
         return bool(self._rows.union(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))

@@ -8,9 +8,11 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.ids import IntArray
 from quire.kernels.cpu.native_library import (
     NativeHeads,
     NativeLayer,
@@ -18,12 +20,15 @@ from quire.kernels.cpu.native_library import (
     NativeLinear,
     NativeModel,
     NativeProfile,
+    NativeRowColumns,
     NativeStep,
+    NativeTables,
     PackedFormat,
 )
 from quire.kernels.cpu.packed_weight import PackedWeight, pack_weight, unpack_rows
 from quire.kernels.interface import (
     AttentionRule,
+    DecoderTables,
     HeadNorm,
     PartialSums,
     Rotation,
@@ -32,6 +37,7 @@ from quire.kernels.interface import (
     StepLayout,
     Weight,
 )
+from quire.kernels.row_interface import EndColumns, RowColumns
 
 _KV_FORMATS = {
     torch.float32: PackedFormat.FLOAT32,
@@ -66,9 +72,13 @@ class NativeKernels:
         # float16 has three more mantissa bits than bfloat16; values beyond its range are clamped.
         return torch.float32 if dtype is torch.float32 else torch.float16
 
-    def set_threads(self, active: int, spin_s: float) -> None:
-        """How many threads compute, and how long one that waits spins before it sleeps."""
-        self._call.quire_set_threads(self.workspace, active, int(spin_s * 1e9))
+    def set_threads(self, active: int | None) -> None:
+        """How many threads compute; None: as many as other programs leave cores for, which is the default."""
+        self._call.quire_set_threads(self.workspace, active or 0)
+
+    @property
+    def active_threads(self) -> int:
+        return int(self._call.quire_active_threads(self.workspace))
 
     def profile(self) -> NativeProfile:
         """Time by kind of work since the last call."""
@@ -142,6 +152,14 @@ class NativeKernels:
         return NativeStack(self, spec, layers)
 
 
+def _set_store(step: NativeStep, kv: Tensor) -> None:
+    """kv: [blocks, layers, 2, block_size, kv_heads, dim], strided."""
+    step.kv = kv.data_ptr()
+    strides = kv.stride()
+    step.block_stride, step.layer_stride, step.value_stride, step.token_stride, step.head_stride = strides[:5]
+    step.kv_format, step.block_size = _KV_FORMATS[kv.dtype], kv.shape[3]
+
+
 class _StepMemory:
     """A `NativeStep` and the tensors that it points to."""
 
@@ -159,10 +177,7 @@ class _StepMemory:
         for index, rotation in enumerate(rotations):
             step.cos[index], step.sin[index] = rotation.cos.data_ptr(), rotation.sin.data_ptr()
             step.rotary[index] = rotation.cos.shape[-1]
-        step.kv = kv.data_ptr()
-        strides = kv.stride()
-        step.block_stride, step.layer_stride, step.value_stride, step.token_stride, step.head_stride = strides[:5]
-        step.kv_format, step.block_size = _KV_FORMATS[kv.dtype], kv.shape[3]
+        _set_store(step, kv)
         if selected is not None:
             step.selected, step.num_selected = selected.data_ptr(), len(selected)
 
@@ -211,6 +226,7 @@ class NativeStack:
     def __init__(self, kernels: NativeKernels, spec: StackSpec, layers: Sequence[StackedLayer]) -> None:
         self._kernels = kernels
         self._kept = (layers, spec)
+        self._tables: NativeTables | None = None
         self._layers = (NativeLayer * len(layers))()
         for native, layer in zip(self._layers, layers, strict=True):
             native.qkv = _with_bias(layer.qkv, layer.qkv_bias)
@@ -249,6 +265,48 @@ class NativeStack:
             output.data_ptr(),
         )
         return output if selected is None else output[: len(selected)]
+
+    def decode_greedy(
+        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+    ) -> Tensor:
+        if self._tables is None:
+            self._tables = _native_tables(tables)
+        step = NativeStep()
+        _set_store(step, kv)
+        outcome = torch.empty(5, len(rows), dtype=torch.int64)
+        self._kernels._call.quire_decode_greedy(
+            self._kernels.workspace,
+            ctypes.byref(self._model),
+            ctypes.byref(self._tables),
+            ctypes.byref(_native_columns(columns, ends)),
+            ctypes.byref(step),
+            np.ascontiguousarray(rows, np.int32).ctypes.data,
+            len(rows),
+            outcome.data_ptr(),
+        )
+        return outcome
+
+
+def _native_columns(columns: RowColumns, ends: EndColumns) -> NativeRowColumns:
+    native = NativeRowColumns()
+    native.tables, native.table_width = columns.tables.data_ptr(), columns.tables.shape[1]
+    native.max_lengths = columns.max_lengths.data_ptr()
+    native.end_ids, native.num_end_ids = ends.end_ids.data_ptr(), ends.end_ids.shape[1]
+    native.end_lengths, native.end_length_stride = ends.max_length.data_ptr(), ends.max_length.stride(0)
+    native.last_tokens = columns.last_tokens.data_ptr()
+    native.lengths, native.alive = columns.lengths.data_ptr(), columns.alive.data_ptr()
+    return native
+
+
+def _native_tables(tables: DecoderTables) -> NativeTables:
+    native = NativeTables()
+    native.embedding, native.head = ctypes.pointer(tables.embedding.native), ctypes.pointer(tables.head.native)
+    native.num_ropes, native.vocab = len(tables.ropes), tables.head.shape[0]
+    native.embedding_scale, native.softcap = tables.embedding_scale, tables.softcap
+    for place, rope in zip(native.ropes, tables.ropes, strict=False):
+        place.cos, place.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
+        place.num_positions, place.long_from, place.rotary = rope.num_positions, rope.long_from, rope.cos.shape[-1]
+    return native
 
 
 def _with_bias(packed: PackedWeight, bias: Tensor | None) -> NativeLinear:

@@ -176,6 +176,50 @@ class NativeStep(Structure):
     )
 
 
+class NativeRopeTable(Structure):
+    """cos and sin of every position."""
+
+    _fields_ = (
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_positions", c_int64),
+        ("long_from", c_int64),
+        ("rotary", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class NativeRowColumns(Structure):
+    """The columns of `RowColumns`, `EndColumns` and `RowState`."""
+
+    _fields_ = (
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("max_lengths", c_void_p),
+        ("end_ids", c_void_p),
+        ("end_lengths", c_void_p),
+        ("num_end_ids", c_int64),
+        ("end_length_stride", c_int64),
+        ("last_tokens", c_void_p),
+        ("lengths", c_void_p),
+        ("alive", c_void_p),
+    )
+
+
+class NativeTables(Structure):
+    """What a decoder has beside its layers."""
+
+    _fields_ = (
+        ("embedding", POINTER(NativeLinear)),
+        ("head", POINTER(NativeLinear)),
+        ("ropes", NativeRopeTable * 2),
+        ("num_ropes", c_int32),
+        ("vocab", c_int32),
+        ("embedding_scale", c_float),
+        ("softcap", c_float),
+    )
+
+
 class NativeProfile(Structure):
     """Nanoseconds by kind of work."""
 
@@ -185,7 +229,8 @@ class NativeProfile(Structure):
 _FUNCTIONS = {
     "quire_open": (c_void_p, (c_int32,)),
     "quire_close": (None, (c_void_p,)),
-    "quire_set_threads": (None, (c_void_p, c_int32, c_int64)),
+    "quire_set_threads": (None, (c_void_p, c_int32)),
+    "quire_active_threads": (c_int32, (c_void_p,)),
     "quire_panel_bytes": (c_int64, (c_int32, c_int32)),
     "quire_pack": (
         None,
@@ -204,8 +249,14 @@ _FUNCTIONS = {
     "quire_norm": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)),
     "quire_gate": (None, (c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p)),
     "quire_forward": (None, (c_void_p, POINTER(NativeModel), POINTER(NativeStep), c_void_p, c_void_p)),
+    "quire_decode_greedy": (
+        None,
+        (
+            *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
+            *(c_void_p, c_int32, c_void_p),
+        ),
+    ),
     "quire_profile": (None, (c_void_p, POINTER(NativeProfile))),
-    "quire_waited_ns": (c_int64, (c_void_p,)),
 }
 
 

@@ -1,5 +1,5 @@
 // The functions that Python calls. Pointers are to memory that the caller keeps.
-#include "decoder.h"
+#include "greedy_decode.h"
 
 using namespace quire;
 
@@ -7,10 +7,13 @@ using namespace quire;
 
 EXPORT void* quire_open(int32_t num_threads) { return new Workspace(num_threads); }
 EXPORT void quire_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
-EXPORT void quire_set_threads(void* workspace, int32_t active, int64_t spin_ns) {
-    static_cast<Workspace*>(workspace)->pool.set_active(active);
-    static_cast<Workspace*>(workspace)->pool.set_spin(spin_ns);
+// active: how many threads compute from now on; 0: as many as other programs leave cores for.
+EXPORT void quire_set_threads(void* workspace, int32_t active) {
+    auto& w = *static_cast<Workspace*>(workspace);
+    w.control.set_fixed(active > 0);
+    w.pool.set_active(active > 0 ? active : w.pool.num_threads());
 }
+EXPORT int32_t quire_active_threads(void* workspace) { return static_cast<Workspace*>(workspace)->pool.num_active(); }
 EXPORT int64_t quire_panel_bytes(int32_t format, int32_t width) { return panel_bytes(format, width); }
 
 // rows: [count] indices of stored rows, or null for all in order. packed: filled with zeros.
@@ -23,22 +26,9 @@ EXPORT void quire_pack(void* workspace, int32_t format, int32_t encoding, const 
     });
 }
 
-static const Segment& segment_of(const Linear& weight, int64_t row) {
-    int s = 0;
-    while (row >= weight.segments[s].first_row + weight.segments[s].num_rows) s++;
-    return weight.segments[s];
-}
-
 // Rows of a packed matrix as float32, times a factor. out: [count, width_in].
 EXPORT void quire_embed(const Linear* weight, const int64_t* rows, int32_t count, float factor, float* out) {
-    for (int i = 0; i < count; i++) {
-        const Segment& segment = segment_of(*weight, rows[i]);
-        const int64_t row = rows[i] - segment.first_row;
-        const uint8_t* panel = segment.data + row / kPanelRows * panel_bytes(segment.format, weight->width_in);
-        float* target = out + (int64_t)i * weight->width_in;
-        unpack_row(segment.format, panel, weight->width_in, (int)(row % kPanelRows), target);
-        if (factor != 1.0f) scale_row(target, factor, weight->width_in);
-    }
+    for (int i = 0; i < count; i++) embed(*weight, rows[i], factor, out + (int64_t)i * weight->width_in);
 }
 
 // x: [tokens, width_in]; out: [tokens, width_out].
@@ -77,7 +67,19 @@ EXPORT void quire_gate(void* workspace, const float* gate_up, int64_t tokens, in
 
 // residual: [tokens, hidden], changed; out: [tokens, hidden], of which the selected rows are first.
 EXPORT void quire_forward(void* workspace, const Model* model, const Step* step, float* residual, float* out) {
-    Forward(*static_cast<Workspace*>(workspace), *model, *step).run(residual, out);
+    auto& w = *static_cast<Workspace*>(workspace);
+    w.control.before(w.pool);
+    Forward(w, *model, *step).run(residual, out);
+    w.control.after(w.pool);
+}
+
+// A step of rows that decode greedily. step: place and strides of the KV store. outcome: [5, count].
+EXPORT void quire_decode_greedy(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
+                                const int32_t* rows, int32_t count, int64_t* outcome) {
+    auto& w = *static_cast<Workspace*>(workspace);
+    w.control.before(w.pool);
+    GreedyDecode(w, *model, *tables, *columns).run(rows, count, *step, outcome);
+    w.control.after(w.pool);
 }
 
 EXPORT void quire_profile(void* workspace, Profile* out) {
@@ -85,4 +87,3 @@ EXPORT void quire_profile(void* workspace, Profile* out) {
     *out = w.profile;
     w.profile = {};
 }
-EXPORT int64_t quire_waited_ns(void* workspace) { return static_cast<Workspace*>(workspace)->pool.take_waited_ns(); }

@@ -75,6 +75,16 @@ static inline void rotate_and_write(const Heads& heads, const Step& step, const 
 // Nanoseconds by kind of work, since the last `take`.
 struct Profile { int64_t linear, attention, other; };
 
+// One row of a packed matrix as float32, times a factor.
+static inline void embed(const Linear& weight, int64_t row, float factor, float* out) {
+    const Segment* segment = weight.segments;
+    while (row >= segment->first_row + segment->num_rows) segment++;
+    const int64_t inside = row - segment->first_row;
+    const uint8_t* panel = segment->data + inside / kPanelRows * panel_bytes(segment->format, weight.width_in);
+    unpack_row(segment->format, panel, weight.width_in, (int)(inside % kPanelRows), out);
+    if (factor != 1.0f) scale_row(out, factor, weight.width_in);
+}
+
 class Buffer {  // grows, and keeps what it has; uninitialised
 public:
     ~Buffer() { std::free(data_); }
@@ -123,8 +133,9 @@ public:
     }
 
     ThreadPool pool;
+    ThreadControl control;
     Profile profile{};
-    Buffer qkv, attended, projected, gate_up, gated, gathered;
+    Buffer qkv, attended, projected, gate_up, gated, gathered, embedded, normed, logits;
 
 private:
     Buffer quantized_;

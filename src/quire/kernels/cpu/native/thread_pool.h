@@ -49,10 +49,11 @@ public:
     // How long a waiting thread spins before it sleeps.
     void set_spin(int64_t ns) { spin_ns_.store(ns, std::memory_order_relaxed); }
 
-    // Time for which the calling thread has waited for others, since the last call.
-    int64_t take_waited_ns() {
-        const int64_t waited = waited_ns_;
-        waited_ns_ = 0;
+    // How long the calling thread has waited for others since the last call, and how much of that it slept.
+    struct Waited { int64_t all_ns, asleep_ns; };
+    Waited take_waited() {
+        const Waited waited = waited_;
+        waited_ = {0, 0};
         return waited;
     }
 
@@ -118,10 +119,12 @@ private:
             if (i % 64 || now_ns(CLOCK_MONOTONIC) < until) continue;
             caller_asleep_.store(true, std::memory_order_seq_cst);
             const uint32_t now = unfinished_.load(std::memory_order_seq_cst);
+            const int64_t asleep = now_ns(CLOCK_MONOTONIC);
             if (now) sleep(unfinished_, now);
+            waited_.asleep_ns += now_ns(CLOCK_MONOTONIC) - asleep;
             caller_asleep_.store(false, std::memory_order_seq_cst);
         }
-        waited_ns_ += now_ns(CLOCK_MONOTONIC) - began;
+        waited_.all_ns += now_ns(CLOCK_MONOTONIC) - began;
     }
     static void sleep(std::atomic<uint32_t>& word, uint32_t value) {
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -135,7 +138,7 @@ private:
     const void* body_ = nullptr;
     void (*call_)(const void*, int, int) = nullptr;
     int count_ = 0;
-    int64_t waited_ns_ = 0;
+    Waited waited_{0, 0};
     std::atomic<int64_t> spin_ns_{50000};
     alignas(64) std::atomic<int> next_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
@@ -144,6 +147,52 @@ private:
     std::atomic<bool> caller_asleep_{false};
     std::atomic<bool> stopping_{false};
     std::vector<std::thread> threads_;
+};
+
+// Chooses how many threads compute. Where other programs want the cores, threads wait for one another more than they
+// compute, and fewer are faster: the number is halved, and all are tried again after a time that doubles.
+class ThreadControl {
+public:
+    void set_fixed(bool fixed) { fixed_ = fixed; }
+
+    void before(ThreadPool& pool) {
+        if (fixed_ || pool.num_threads() == 1) return;
+        began_ns_ = now_ns(CLOCK_MONOTONIC);
+        began_cpu_ns_ = now_ns(CLOCK_THREAD_CPUTIME_ID);
+        if (pool.num_active() < pool.num_threads() && began_ns_ >= retry_ns_) {
+            pool.set_active(pool.num_threads());
+            forget();
+        }
+    }
+
+    void after(ThreadPool& pool) {
+        const ThreadPool::Waited waited = pool.take_waited();
+        if (fixed_ || pool.num_active() == 1) return;
+        const int64_t now = now_ns(CLOCK_MONOTONIC), elapsed = now - began_ns_;
+        const int64_t cpu = now_ns(CLOCK_THREAD_CPUTIME_ID) - began_cpu_ns_;
+        const int64_t preempted = elapsed - cpu - waited.asleep_ns;
+        elapsed_ns_ += elapsed;
+        lost_ns_ += waited.all_ns + (preempted > 0 ? preempted : 0);
+        if (elapsed_ns_ < kWindowNs) return;
+        if (lost_ns_ * 100 > elapsed_ns_ * kLostPercent) {
+            pool.set_active(pool.num_active() / 2);
+            retry_ns_ = now + patience_ns_;
+            patience_ns_ = patience_ns_ * 2 > kMaxPatienceNs ? kMaxPatienceNs : patience_ns_ * 2;
+        } else {
+            patience_ns_ = kMinPatienceNs;
+        }
+        forget();
+    }
+
+private:
+    static constexpr int64_t kWindowNs = 30000000, kMinPatienceNs = 500000000, kMaxPatienceNs = 8000000000;
+    static constexpr int64_t kLostPercent = 35;
+
+    void forget() { elapsed_ns_ = lost_ns_ = 0; }
+
+    bool fixed_ = false;
+    int64_t began_ns_ = 0, began_cpu_ns_ = 0, elapsed_ns_ = 0, lost_ns_ = 0, retry_ns_ = 0;
+    int64_t patience_ns_ = kMinPatienceNs;
 };
 
 }  // namespace quire

@@ -1,0 +1,154 @@
+// One step in which rows decode greedily, in one call: inputs from the row table, layers, logits, tokens, ends.
+#pragma once
+#include "decoder.h"
+
+namespace quire {
+
+struct RopeTable {
+    const float* cos;  // [positions, rotary], and for LongRoPE a second table behind the first
+    const float* sin;
+    int64_t num_positions;  // of one table
+    int64_t long_from;      // sequences that may be longer use the second table; 0: there is one
+    int32_t rotary;
+    int32_t reserved;
+};
+
+struct RowColumns {  // indexed by row; the last four may change
+    const int32_t* tables;
+    int64_t table_width;
+    const int64_t* max_lengths;
+    const int64_t* end_ids;  // [rows, num_end_ids], padded with -1
+    const int64_t* end_lengths;
+    int64_t num_end_ids, end_length_stride;
+    int64_t* last_tokens;
+    int64_t* lengths;
+    bool* alive;
+};
+
+struct Tables {  // what a decoder has beside its layers
+    const Linear* embedding;
+    const Linear* head;
+    RopeTable ropes[2];
+    int32_t num_ropes, vocab;
+    float embedding_scale, softcap;
+};
+
+// The highest of a row, and the lowest index that has it. NaN if any is.
+static inline float highest_of(const float* x, int count, int64_t& index) {
+    Simd::Float high = Simd::load(x), invalid = Simd::zero();
+    int i = 0;
+    if (count < Simd::kLanes) high = Simd::set(x[0]);
+    for (; i + Simd::kLanes <= count; i += Simd::kLanes) {
+        const Simd::Float values = Simd::load(x + i);
+        high = Simd::maximum(high, values);
+        invalid = Simd::multiply_add(values, Simd::zero(), invalid);
+    }
+    float best = Simd::highest(high);
+    bool finite = Simd::sum(invalid) == 0.0f;
+    for (; i < count; i++) best = std::max(best, x[i]);
+    if (!finite || !(best - best == 0.0f)) {  // rare: a value is NaN or infinite
+        for (i = 0; i < count; i++)
+            if (x[i] != x[i] || x[i] == std::numeric_limits<float>::infinity()) return std::numeric_limits<float>::quiet_NaN();
+        best = *std::max_element(x, x + count);
+    }
+    for (index = 0; x[index] != best; index++) {}
+    return best;
+}
+
+// Rows that are not alive are left out. outcome: [5, count]: token, alive before, finite, stop, length.
+class GreedyDecode {
+public:
+    GreedyDecode(Workspace& workspace, const Model& model, const Tables& tables, const RowColumns& columns)
+        : w_(workspace), model_(model), tables_(tables), columns_(columns) {}
+
+    // rows: [count]; step: the place and the strides of the KV store; the rest is filled here.
+    void run(const int32_t* rows, int count, Step step, int64_t* outcome) {
+        std::fill(outcome, outcome + 5 * (int64_t)count, 0);
+        for (int i = 0; i < count; i++)
+            if (columns_.alive[rows[i]]) places_.push_back(i);
+        if (places_.empty()) return;
+        const int n = (int)places_.size(), width = model_.hidden;
+        float* residual = w_.embedded.floats((size_t)n * width);
+        float* normed = w_.normed.floats((size_t)n * width);
+        build(rows, step, residual);
+        Forward(w_, model_, step).run(residual, normed);
+        float* logits = w_.logits.floats((size_t)n * tables_.vocab);
+        {
+            Timer timer(w_.profile.linear);
+            linear(w_.pool, *tables_.head, w_.rows(normed, n, width, tables_.head->quantized), n, logits);
+        }
+        Timer timer(w_.profile.other);
+        w_.each_token(n, [&](int64_t i) { cap(logits + i * tables_.vocab); });
+        for (int i = 0; i < n; i++) finish(rows[places_[i]], logits + (int64_t)i * tables_.vocab, outcome + places_[i], count);
+    }
+
+private:
+    void build(const int32_t* rows, Step& step, float* residual) {
+        const int n = (int)places_.size();
+        slots_.resize(n);
+        lengths_.resize(n);
+        starts_.resize(n + 1);
+        block_tables_.resize(n * columns_.table_width);
+        for (int r = 0; r < tables_.num_ropes; r++) rotations_[r].resize((size_t)2 * n * tables_.ropes[r].rotary);
+        for (int i = 0; i < n; i++) {
+            const int64_t row = rows[places_[i]], position = columns_.lengths[row] - 1;
+            const int32_t* table = columns_.tables + row * columns_.table_width;
+            slots_[i] = (int64_t)table[position / step.block_size] * step.block_size + position % step.block_size;
+            lengths_[i] = (int32_t)(position + 1);
+            starts_[i + 1] = i + 1;
+            std::copy(table, table + position / step.block_size + 1, block_tables_.data() + i * columns_.table_width);
+            for (int r = 0; r < tables_.num_ropes; r++) rotation(r, row, position, i, n);
+            embed(*tables_.embedding, columns_.last_tokens[row], tables_.embedding_scale, residual + (int64_t)i * model_.hidden);
+        }
+        step.num_tokens = step.num_sequences = n;
+        step.slots = slots_.data();
+        step.tables = block_tables_.data();
+        step.table_width = columns_.table_width;
+        step.starts = starts_.data();
+        step.lengths = lengths_.data();
+        step.selected = nullptr;
+        for (int r = 0; r < tables_.num_ropes; r++) {
+            step.rotary[r] = tables_.ropes[r].rotary;
+            step.cos[r] = rotations_[r].data();
+            step.sin[r] = rotations_[r].data() + (size_t)n * step.rotary[r];
+        }
+    }
+    void rotation(int r, int64_t row, int64_t position, int i, int n) {
+        const RopeTable& rope = tables_.ropes[r];
+        const bool long_table = rope.long_from > 0 && columns_.max_lengths[row] > rope.long_from;
+        const int64_t at = (position + (long_table ? rope.num_positions : 0)) * rope.rotary;
+        std::copy(rope.cos + at, rope.cos + at + rope.rotary, rotations_[r].data() + (size_t)i * rope.rotary);
+        std::copy(rope.sin + at, rope.sin + at + rope.rotary, rotations_[r].data() + (size_t)(n + i) * rope.rotary);
+    }
+    void cap(float* logits) const {
+        if (tables_.softcap > 0.0f)
+            for (int v = 0; v < tables_.vocab; v++) logits[v] = tables_.softcap * std::tanh(logits[v] / tables_.softcap);
+    }
+    void finish(int64_t row, const float* logits, int64_t* outcome, int stride) {
+        int64_t token = 0;
+        const float best = highest_of(logits, tables_.vocab, token);
+        const bool finite = best - best == 0.0f;
+        if (!finite) token = 0;
+        const int64_t* ends = columns_.end_ids + row * columns_.num_end_ids;
+        const bool stop = std::find(ends, ends + columns_.num_end_ids, token) != ends + columns_.num_end_ids;
+        const bool full = columns_.lengths[row] + 1 >= columns_.end_lengths[row * columns_.end_length_stride];
+        if (finite) {
+            columns_.last_tokens[row] = token;
+            columns_.lengths[row] += 1;
+        }
+        columns_.alive[row] = finite && !stop && !full;
+        const int64_t values[5] = {token, 1, finite, stop, full && !stop};
+        for (int k = 0; k < 5; k++) outcome[(int64_t)k * stride] = values[k];
+    }
+
+    Workspace& w_;
+    const Model& model_;
+    const Tables& tables_;
+    const RowColumns& columns_;
+    std::vector<int> places_;
+    std::vector<int64_t> slots_;
+    std::vector<int32_t> lengths_, starts_, block_tables_;
+    std::vector<float> rotations_[2];
+};
+
+}  // namespace quire
