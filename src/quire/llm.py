@@ -28,10 +28,10 @@ from quire.engine.local_client import (
     interrupts_deferred,
     note_engine_process,
 )
+from quire.engine.messages import RequestOptions, RequestOptionsDict, options_of
 from quire.engine.open_model import default_params
 from quire.engine.output_processor import Prompt, as_list
 from quire.engine.outputs import EMBEDDING, EmbeddingOutput, RequestOutput, failure_of
-from quire.engine.request_options import RequestOptions, RequestOptionsDict, options_of
 from quire.engine.request_state import RequestState
 from quire.engine.startup import StartupReporter
 from quire.sched.explain import Explanation

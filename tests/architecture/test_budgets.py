@@ -17,7 +17,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
     "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
     "cli/load_model.py": "loads torch; shared by run, chat and bench",
-    "core/events.py": "the words of events, shared by sched, engine and server",
     "core/fault_injection.py": "imported by both halves",
     "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",

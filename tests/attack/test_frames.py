@@ -17,8 +17,16 @@ from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
-from quire.engine.messages import AbortRequest, Accepted, AddRequest, Heartbeat, Query, QueryReply, StopSequence
-from quire.engine.request_options import RequestOptions
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    Heartbeat,
+    Query,
+    QueryReply,
+    RequestOptions,
+    StopSequence,
+)
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, pack, read_for_engine, read_for_front, request_number
 from quire.sim.runners import ToyRunner
 from tests.attack.advisories import Bomb

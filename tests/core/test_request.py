@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 
-from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import IntArray, RequestId, Row
-from quire.core.request import MAX_EVENTS, BeamParams, Request, RequestGroup, Sequence, SequenceState
+from quire.core.request import (
+    MAX_EVENTS,
+    BeamParams,
+    EventKind,
+    Request,
+    RequestEvent,
+    RequestGroup,
+    Sequence,
+    SequenceState,
+    WaitCause,
+)
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 

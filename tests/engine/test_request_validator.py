@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, QuireError
 from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import MAX_SEQUENCES, SamplingParams
-from quire.engine.messages import AddRequest
-from quire.engine.request_options import RequestOptions
+from quire.engine.messages import AddRequest, RequestOptions
 from quire.engine.request_validator import RequestValidator
 from quire.sched.reservation import most_blocks
 from tests.engine.junk import junk

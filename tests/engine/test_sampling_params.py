@@ -22,7 +22,7 @@ from quire.core.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from quire.engine.request_options import RequestOptions
+from quire.engine.messages import RequestOptions
 from tests.engine.junk import junk
 from tests.tiers import examples
 

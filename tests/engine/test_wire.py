@@ -23,10 +23,10 @@ from quire.engine.messages import (
     Query,
     QueryReply,
     Refused,
+    RequestOptions,
     StartEngine,
     StopSequence,
 )
-from quire.engine.request_options import RequestOptions
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.engine.wire import (

@@ -4,7 +4,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidParameter, QueueFull
-from quire.engine.request_options import RequestOptions
+from quire.engine.messages import RequestOptions
 from quire.sched.audit import audit_rest
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -6,10 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from quire.core.events import EventKind, RequestEvent
 from quire.core.ids import BlockId, RequestId, Row, SequenceId
 from quire.core.oracle import continuation
-from quire.core.request import BeamParams, Request, Sequence
+from quire.core.request import BeamParams, EventKind, Request, RequestEvent, Sequence
 from quire.core.sampling import RowSampling
 from quire.core.step import Chunk, FinishedRow, FinishReason, Pending, Runner, StepPlan, StepResult
 from quire.core.step_output import StepOutput

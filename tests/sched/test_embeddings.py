@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.events import EventKind
 from quire.core.oracle import pooled
-from quire.core.request import Sequence
+from quire.core.request import EventKind, Sequence
 from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.fairness import ServiceCost

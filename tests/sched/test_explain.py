@@ -6,9 +6,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.events import WaitCause
 from quire.core.ids import RequestId
-from quire.core.request import RequestGroup, Sequence
+from quire.core.request import RequestGroup, Sequence, WaitCause
 from quire.core.step import FinishReason
 from quire.sched.explain import Explanation, Wait, WaitHistory
 from quire.sched.policy import Policy

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from quire.core.errors import NeverFits
-from quire.core.events import EventKind
 from quire.core.ids import RequestId, Row
-from quire.core.request import BlockOwner, Request, RequestGroup, SequenceState
+from quire.core.request import BlockOwner, EventKind, Request, RequestGroup, SequenceState
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 from quire.kv.manager import KVManager

@@ -6,8 +6,7 @@ from types import FrameType
 
 import pytest
 
-from quire.core.events import EventKind, WaitCause
-from quire.core.request import Sequence, SequenceState
+from quire.core.request import EventKind, Sequence, SequenceState, WaitCause
 from quire.core.step import FinishReason
 from quire.sched.policy import Policy
 from quire.sched.queue import OrderPolicy

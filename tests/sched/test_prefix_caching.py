@@ -2,9 +2,8 @@
 
 import pytest
 
-from quire.core.events import EventKind, WaitCause
 from quire.core.moves import Tier
-from quire.core.request import Sequence
+from quire.core.request import EventKind, Sequence, WaitCause
 from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput
 from tests.sched.stepping import Bench, counting, events_of, oracle_output

@@ -7,9 +7,8 @@ from types import FrameType
 import pytest
 
 from quire.core.errors import QueueFull
-from quire.core.events import EventKind, WaitCause
 from quire.core.ids import RequestId
-from quire.core.request import Sequence, SequenceState
+from quire.core.request import EventKind, Sequence, SequenceState, WaitCause
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 from quire.sched.admission import MAX_PARKED

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.messages import RequestOptions
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from quire.engine.request_options import RequestOptions
 from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.admission import AdmissionControl
 from quire.server.app import make_app

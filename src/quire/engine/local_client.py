@@ -18,9 +18,9 @@ from types import FrameType
 from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.messages import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.output_processor import OutputProcessor, Prompt
 from quire.engine.outputs import Delta
-from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.text.tokenizer import Tokenizer
 

@@ -13,9 +13,8 @@ from quire.core.fault_injection import FaultSite, trip
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
-from quire.engine.messages import Accepted, AddRequest, StopSequence
+from quire.engine.messages import DEFAULT_OPTIONS, Accepted, AddRequest, RequestOptions, StopSequence
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, unit
-from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState, SequenceOutput, logprob_entry
 from quire.text.stop_strings import StopStrings
 from quire.text.tokenizer import Tokenizer

@@ -9,9 +9,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.fault_injection import FaultSite, trip
-from quire.core.request import RequestGroup, Sequence
+from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence, WaitCause
 from quire.kv.radix_tree import PrefixMatch
 from quire.sched.parallel_sampling import blocks_beyond
 from quire.sched.plan_builder import PlanBuilder

@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import RequestId
-from quire.core.request import RequestGroup
+from quire.core.request import EventKind, RequestEvent, RequestGroup, WaitCause
 
 MAX_KEPT = 4096  # changes, and admissions; arbitrary, never tuned
 

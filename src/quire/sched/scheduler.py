@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
-from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import FloatArray, RequestId, Row
-from quire.core.request import Request, RequestGroup, Sequence, SequenceState
+from quire.core.request import EventKind, Request, RequestEvent, RequestGroup, Sequence, SequenceState, WaitCause
 from quire.core.step import Candidates, ChunkOutput, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.kv.manager import KVManager

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.ma  # np.unique would load it during the first preemption
 
-from quire.core.events import EventKind, RequestEvent
 from quire.core.ids import IntArray, RequestId, Row
-from quire.core.request import RequestGroup, Sequence, SequenceState
+from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence, SequenceState
 from quire.core.step import AppendTokens, FinishReason
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.beam_search import BeamGroups

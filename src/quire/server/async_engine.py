@@ -18,10 +18,19 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AbortRequest, Accepted, Heartbeat, Query, QueryReply, Refused, StopSequence
+from quire.engine.messages import (
+    DEFAULT_OPTIONS,
+    AbortRequest,
+    Accepted,
+    Heartbeat,
+    Query,
+    QueryReply,
+    Refused,
+    RequestOptions,
+    StopSequence,
+)
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import Delta, RequestOutput, failure_of
-from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
 from quire.core.step_output import FinishedSequence
+from quire.engine.messages import RequestOptions
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
-from quire.engine.request_options import RequestOptions
 from quire.engine.request_state import SequenceOutput, logprob_entry
 from quire.server.context import ServedModel
 from quire.server.openai.chunks import ChunkHeader, TokenText, chat_logprobs

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from quire.core.sampling import SamplingParams
+from quire.engine.messages import RequestOptions
 from quire.engine.outputs import Delta
-from quire.engine.request_options import RequestOptions
 from quire.server.app import ENDPOINTS
 from quire.server.context import ServedModel
 from quire.server.model_format import find_model_format

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.core.ids import FloatArray
+from quire.engine.messages import RequestOptions
 from quire.engine.outputs import EMBEDDING, unit
-from quire.engine.request_options import RequestOptions
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params

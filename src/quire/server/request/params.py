@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
 from quire.core.validation import check_count, check_int
-from quire.engine.request_options import RequestOptions
+from quire.engine.messages import RequestOptions
 from quire.server.context import ServedModel
 from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import CURRENT_CONTEXT

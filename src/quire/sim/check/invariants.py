@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from quire.core.events import EventKind
 from quire.core.ids import BlockId, RequestId, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
-from quire.core.request import RequestGroup
+from quire.core.request import EventKind, RequestGroup
 from quire.core.step import ChunkOutput, RowStart, Runner, StepPlan
 from quire.kv.manager import KVManager
 from quire.sched.fairness import ServiceCost

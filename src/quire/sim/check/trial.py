@@ -8,9 +8,8 @@ from typing import BinaryIO
 import numpy as np
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
-from quire.core.events import EventKind, WaitCause
 from quire.core.ids import IntArray, RequestId, SequenceId
-from quire.core.request import Request, RequestGroup, Sequence, SequenceState
+from quire.core.request import EventKind, Request, RequestGroup, Sequence, SequenceState, WaitCause
 from quire.core.step import FinishReason, Runner, StepLost
 from quire.core.step_output import StepOutput
 from quire.sched.audit import audit, audit_rest
