@@ -45,8 +45,12 @@ VARIANTS = {
         Variant("avx2", ("-mavx2", "-mfma", "-mf16c"), _AVX2),
     ),
     "aarch64": (
-        Variant("neon_dotprod", ("-march=armv8.2-a+dotprod+fp16",), frozenset({"asimd", "asimddp", "asimdhp"})),
-        Variant("neon", ("-march=armv8-a",), frozenset({"asimd"})),
+        Variant(
+            "neon_dotprod",
+            ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns"),
+            frozenset({"asimd", "asimddp", "asimdhp"}),
+        ),
+        Variant("neon", ("-march=armv8-a", "-fno-schedule-insns"), frozenset({"asimd"})),
     ),
 }
 

@@ -69,27 +69,29 @@ static inline void quantize_row(const float* x, int width, Quantized out) {
     }
 }
 
-template <class F, int kTokens, int kVectors>
-static inline void group_dots(const uint8_t* block, int at, const Simd::Group (&x)[kTokens],
-                              Simd::Int (&low)[kTokens][kVectors], Simd::Int (&high)[kTokens][kVectors]) {
+// Adds the products of one half of a group: four quads of codes, each used for all tokens.
+template <class F, int half, int kTokens, int kVectors>
+static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Int (&total)[kTokens][kVectors]) {
     constexpr int kBytes = 4 * Simd::kLanes;
-    auto chunk = [&](auto index) __attribute__((always_inline)) {
-        constexpr int c = decltype(index)::value;
+    Simd::Bytes codes[4][kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+        codes[0][v] = F::template codes<4 * half>(block, at + v * kBytes);
+        codes[1][v] = F::template codes<4 * half + 1>(block, at + v * kBytes);
+        codes[2][v] = F::template codes<4 * half + 2>(block, at + v * kBytes);
+        codes[3][v] = F::template codes<4 * half + 3>(block, at + v * kBytes);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++) {
+        const Simd::Half values = Simd::load_half(x + t * stride + half * kGroup / 2);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            const CodePair pair = F::template codes<c>(block, at + v * kBytes);
-#pragma GCC unroll 8
-            for (int t = 0; t < kTokens; t++) {
-                low[t][v] = Simd::dot<c>(low[t][v], pair.low, x[t]);
-                if constexpr (F::kScales == 1) low[t][v] = Simd::dot<c + 4>(low[t][v], pair.high, x[t]);
-                else high[t][v] = Simd::dot<c + 4>(high[t][v], pair.high, x[t]);
-            }
+            total[t][v] = Simd::dot<0>(total[t][v], codes[0][v], values);
+            total[t][v] = Simd::dot<1>(total[t][v], codes[1][v], values);
+            total[t][v] = Simd::dot<2>(total[t][v], codes[2][v], values);
+            total[t][v] = Simd::dot<3>(total[t][v], codes[3][v], values);
         }
-    };
-    chunk(std::integral_constant<int, 0>{});
-    chunk(std::integral_constant<int, 1>{});
-    chunk(std::integral_constant<int, 2>{});
-    chunk(std::integral_constant<int, 3>{});
+    }
 }
 
 // kVectors vectors of rows of a panel, from byte `at` of each quad on, for kTokens tokens.
@@ -103,20 +105,18 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
         for (int v = 0; v < kVectors; v++) total[t][v] = Simd::zero();
     const uint8_t* block = panel;
     for (int g = 0; g < groups; g++, block += F::kBytes) {
-        Simd::Group values[kTokens];
-        Simd::Int low[kTokens][kVectors], high[kTokens][kVectors];
+        Simd::Int dots[F::kScales][kTokens][kVectors];
+#pragma GCC unroll 2
+        for (int h = 0; h < F::kScales; h++)
 #pragma GCC unroll 8
-        for (int t = 0; t < kTokens; t++) {
-            values[t] = Simd::load_group(x.codes + (int64_t)t * width + g * kGroup);
-            const int32_t* sums = x.half_sums + 2 * (t * groups + g);
-            const Simd::Int first = Simd::set_int(F::kOffset == 0 ? 0 : F::kScales == 2 ? -F::kOffset * sums[0] : -F::kOffset * (sums[0] + sums[1]));
+            for (int t = 0; t < kTokens; t++) {
+                const int32_t* sums = x.half_sums + 2 * (t * groups + g);
+                const int32_t sum = F::kOffset == 0 ? 0 : F::kScales == 2 ? sums[h] : sums[0] + sums[1];
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) {
-                low[t][v] = first;
-                if constexpr (F::kScales == 2) high[t][v] = Simd::set_int(-F::kOffset * sums[1]);
+                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_int(-F::kOffset * sum);
             }
-        }
-        group_dots<F, kTokens, kVectors>(block, at, values, low, high);
+        half_dots<F, 0, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[0]);
+        half_dots<F, 1, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[F::kScales - 1]);
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(block) + at / 4;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
@@ -125,10 +125,9 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
             if constexpr (F::kScales == 2 || F::kMinimum) second = Simd::load_float16(scales + kPanelRows + v * Simd::kLanes);
 #pragma GCC unroll 8
             for (int t = 0; t < kTokens; t++) {
-                const float d = x.scales[t * groups + g];
-                Simd::Float product = Simd::multiply(Simd::to_float(low[t][v]), scale);
-                if constexpr (F::kScales == 2) product = Simd::multiply_add(Simd::to_float(high[t][v]), second, product);
-                total[t][v] = Simd::multiply_add(product, d, total[t][v]);
+                Simd::Float product = Simd::multiply(Simd::to_float(dots[0][t][v]), scale);
+                if constexpr (F::kScales == 2) product = Simd::multiply_add(Simd::to_float(dots[1][t][v]), second, product);
+                total[t][v] = Simd::multiply_add(product, x.scales[t * groups + g], total[t][v]);
                 if constexpr (F::kMinimum) total[t][v] = Simd::multiply_add(second, x.sums[t * groups + g], total[t][v]);
             }
         }
@@ -139,64 +138,74 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
         for (int v = 0; v < kVectors; v++) Simd::store(out + t * stride + v * Simd::kLanes, total[t][v]);
 }
 
+// Weights of two inputs, the even one first. F32, F16: [in, 16 rows]; BF16: [in / 2, 16 rows, 2].
+struct WeightPair { Simd::Float even, odd; };
+
 struct F32 {
     using Word = float;
-    static inline Simd::Float load(const float* p) { return Simd::load(p); }
+    static inline WeightPair load(const float* p) { return {Simd::load(p), Simd::load(p + kPanelRows)}; }
+    static int rows_to_words(int row) { return row; }
 };
 struct F16 {
     using Word = uint16_t;
-    static inline Simd::Float load(const uint16_t* p) { return Simd::load_float16(p); }
+    static inline WeightPair load(const uint16_t* p) { return {Simd::load_float16(p), Simd::load_float16(p + kPanelRows)}; }
+    static int rows_to_words(int row) { return row; }
 };
 struct BF16 {
     using Word = uint16_t;
-    static inline Simd::Float load(const uint16_t* p) { return Simd::load_bfloat16(p); }
+    static inline WeightPair load(const uint16_t* p) {
+        WeightPair pair;
+        Simd::load_bfloat16_pair(p, pair.even, pair.odd);
+        return pair;
+    }
+    static int rows_to_words(int row) { return 2 * row; }
 };
 
-// The same for a panel of plain numbers, [in, 16 rows]. Even and odd inputs have sums of their own.
+// The same for a panel of plain numbers, whose width is padded to an even one. Even and odd inputs have their own sums.
 template <class F, int kTokens, int kVectors>
-static inline void plain_tile(const uint8_t* panel, int at, const float* x, int width, float* out, int64_t stride) {
-    Simd::Float total[2][kTokens][kVectors];
-#pragma GCC unroll 2
-    for (int odd = 0; odd < 2; odd++)
+static inline void plain_tile(const uint8_t* panel, int row, const float* x, int width, float* out, int64_t stride) {
+    Simd::Float even[kTokens][kVectors], odd[kTokens][kVectors];
 #pragma GCC unroll 8
-        for (int t = 0; t < kTokens; t++)
+    for (int t = 0; t < kTokens; t++)
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) total[odd][t][v] = Simd::zero();
-    const auto* words = reinterpret_cast<const typename F::Word*>(panel) + at / 4;
-    for (int i = 0; i + 1 < width; i += 2, words += 2 * kPanelRows) {
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++)
+        for (int v = 0; v < kVectors; v++) even[t][v] = odd[t][v] = Simd::zero();
+    const auto* words = reinterpret_cast<const typename F::Word*>(panel) + F::rows_to_words(row);
+    for (int i = 0; i < width; i += 2, words += 2 * kPanelRows) {
+        const bool last = i + 1 == width;  // the weight behind it is a zero
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) {
-                const Simd::Float weight = F::load(words + odd * kPanelRows + v * Simd::kLanes);
+        for (int v = 0; v < kVectors; v++) {
+            const WeightPair pair = F::load(words + F::rows_to_words(v * Simd::kLanes));
 #pragma GCC unroll 8
-                for (int t = 0; t < kTokens; t++)
-                    total[odd][t][v] = Simd::multiply_add(weight, x[(int64_t)t * width + i + odd], total[odd][t][v]);
+            for (int t = 0; t < kTokens; t++) {
+                const float* values = x + (int64_t)t * width + i;
+                even[t][v] = Simd::multiply_add(pair.even, values[0], even[t][v]);
+                if (!last) odd[t][v] = Simd::multiply_add(pair.odd, values[1], odd[t][v]);
             }
-    }
-    for (int v = 0; v < kVectors; v++)
-        for (int t = 0; t < kTokens; t++) {
-            Simd::Float sum = Simd::add(total[0][t][v], total[1][t][v]);
-            if (width % 2) sum = Simd::multiply_add(F::load(words + v * Simd::kLanes), x[(int64_t)t * width + width - 1], sum);
-            Simd::store(out + t * stride + v * Simd::kLanes, sum);
         }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) Simd::store(out + t * stride + v * Simd::kLanes, Simd::add(even[t][v], odd[t][v]));
 }
 
 template <class F>
 struct QuantizedPanel {
+    static constexpr int kMaxTokens = F::kScales == 2 ? Simd::kMaxTokens / 2 : Simd::kMaxTokens;
     static int64_t bytes(int width) { return (int64_t)F::kBytes * (width / kGroup); }
     template <int kTokens, int kVectors>
-    static inline void tile(const uint8_t* panel, int at, const Rows& x, int64_t token, float* out, int64_t stride) {
-        quantized_tile<F, kTokens, kVectors>(panel, at, x.quantized.from(token, x.width), x.width, out, stride);
+    static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
+        quantized_tile<F, kTokens, kVectors>(panel, 4 * row, x.quantized.from(token, x.width), x.width, out, stride);
     }
 };
 
 template <class F>
 struct PlainPanel {
-    static int64_t bytes(int width) { return (int64_t)sizeof(typename F::Word) * kPanelRows * width; }
+    static constexpr int kMaxTokens = Simd::kMaxPlainTokens;
+    static int64_t bytes(int width) { return (int64_t)sizeof(typename F::Word) * kPanelRows * ((width + 1) / 2 * 2); }
     template <int kTokens, int kVectors>
-    static inline void tile(const uint8_t* panel, int at, const Rows& x, int64_t token, float* out, int64_t stride) {
-        plain_tile<F, kTokens, kVectors>(panel, at, x.values + token * x.width, x.width, out, stride);
+    static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
+        plain_tile<F, kTokens, kVectors>(panel, row, x.values + token * x.width, x.width, out, stride);
     }
 };
 
@@ -205,14 +214,13 @@ constexpr int kVectorsPerPanel = kPanelRows / Simd::kLanes;
 // A panel for all tokens from `token` to `end`: as many at once as registers allow.
 template <class Panel>
 static void multiply_panel(const uint8_t* panel, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
-    constexpr int kBytes = 4 * Simd::kLanes;
     auto strips = [&](auto count) {
         constexpr int n = decltype(count)::value;
         for (; token + n <= end; token += n, out += n * stride)
             for (int v = 0; v < kVectorsPerPanel; v++)
-                Panel::template tile<n, 1>(panel, v * kBytes, x, token, out + v * Simd::kLanes, stride);
+                Panel::template tile<n, 1>(panel, v * Simd::kLanes, x, token, out + v * Simd::kLanes, stride);
     };
-    if constexpr (Simd::kMaxTokens >= 8) strips(std::integral_constant<int, 8>{});
+    if constexpr (Panel::kMaxTokens >= 8) strips(std::integral_constant<int, 8>{});
     strips(std::integral_constant<int, 4>{});
     strips(std::integral_constant<int, 2>{});
     if (token < end) Panel::template tile<1, kVectorsPerPanel>(panel, 0, x, token, out, stride);

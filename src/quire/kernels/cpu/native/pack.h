@@ -33,8 +33,9 @@ static inline Layout layout_of(int32_t format) {
 static inline bool two_per_row(int32_t format) { return format == kInt4Minimum || format == kInt5Minimum || format == kInt6; }
 
 static inline int64_t panel_bytes(int32_t format, int width) {
-    if (format == kFloat32) return (int64_t)4 * kPanelRows * width;
-    if (format == kFloat16 || format == kBfloat16) return (int64_t)2 * kPanelRows * width;
+    const int64_t even = (width + 1) / 2 * 2;
+    if (format == kFloat32) return 4 * kPanelRows * even;
+    if (format == kFloat16 || format == kBfloat16) return 2 * kPanelRows * even;
     return (int64_t)layout_of(format).bytes * (width / kGroup);
 }
 
@@ -171,12 +172,17 @@ static inline void write_group(int32_t format, const DecodedGroup& group, int ro
     }
 }
 
+// Where the number of input i of a row lies in a panel of plain numbers.
+static inline int64_t place_in_panel(int32_t format, int row, int64_t i) {
+    return format == kBfloat16 ? (i / 2 * kPanelRows + row) * 2 + i % 2 : i * kPanelRows + row;
+}
+
 // One stored row becomes row `row` of a panel, which was filled with zeros.
 static inline void pack_row(int32_t format, int32_t encoding, const uint8_t* source, int width, int row, uint8_t* panel) {
     if (format == kFloat32) {
-        for (int i = 0; i < width; i++) std::memcpy(panel + 4 * ((int64_t)i * kPanelRows + row), source + 4 * (int64_t)i, 4);
+        for (int i = 0; i < width; i++) std::memcpy(panel + 4 * place_in_panel(format, row, i), source + 4 * (int64_t)i, 4);
     } else if (format == kFloat16 || format == kBfloat16) {
-        for (int i = 0; i < width; i++) std::memcpy(panel + 2 * ((int64_t)i * kPanelRows + row), source + 2 * (int64_t)i, 2);
+        for (int i = 0; i < width; i++) std::memcpy(panel + 2 * place_in_panel(format, row, i), source + 2 * (int64_t)i, 2);
     } else {
         const int bytes = layout_of(format).bytes;
         for (int g = 0; g < width / kGroup; g++) {
@@ -190,13 +196,13 @@ static inline void pack_row(int32_t format, int32_t encoding, const uint8_t* sou
 // The float32 values of one row of a panel.
 static inline void unpack_row(int32_t format, const uint8_t* panel, int width, int row, float* out) {
     if (format == kFloat32) {
-        for (int i = 0; i < width; i++) std::memcpy(out + i, panel + 4 * ((int64_t)i * kPanelRows + row), 4);
+        for (int i = 0; i < width; i++) std::memcpy(out + i, panel + 4 * place_in_panel(format, row, i), 4);
         return;
     }
     if (format == kFloat16 || format == kBfloat16) {
         const auto* words = reinterpret_cast<const uint16_t*>(panel);
         for (int i = 0; i < width; i++) {
-            const uint16_t word = words[(int64_t)i * kPanelRows + row];
+            const uint16_t word = words[place_in_panel(format, row, i)];
             out[i] = format == kFloat16 ? half_to_float(word) : bfloat_to_float(word);
         }
         return;

@@ -17,8 +17,13 @@ constexpr int kScaleBytes = 2 * kPanelRows;
 alignas(16) static const int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // weight = scale * (code - kOffset) + minimum. kScales: 2 where each half of the group has its own scale.
-// codes<chunk>: those of quads `chunk` and `chunk + 4`, for kLanes rows from the given byte of each quad on.
-struct CodePair { Simd::Bytes low, high; };
+// codes<quad>: of kLanes rows, from byte `at` of the quad on.
+template <int quad>
+static inline Simd::Bytes nibbles_of(const uint8_t* nibbles, int at) {
+    const Simd::Bytes both = Simd::load_bytes(nibbles + quad % 4 * kQuadBytes + at);
+    if constexpr (quad < 4) return Simd::low_nibbles(both);
+    else return Simd::high_nibbles(both);
+}
 
 template <int offset, bool minimum>
 struct FourBits {
@@ -26,23 +31,18 @@ struct FourBits {
     static constexpr bool kMinimum = minimum;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes;
-    template <int chunk>
-    static inline CodePair codes(const uint8_t* block, int at) {
-        const Simd::Bytes both = Simd::load_bytes(block + kCodes + chunk * kQuadBytes + at);
-        return {Simd::low_nibbles(both), Simd::high_nibbles(both)};
-    }
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) { return nibbles_of<quad>(block + kCodes, at); }
 };
 
 struct NonLinearFourBits {
     static constexpr int kOffset = Simd::kUnsignedCodes ? 128 : 0, kScales = 1;
     static constexpr bool kMinimum = false;
     static constexpr int kBytes = kScaleBytes + kNibbleBytes;
-    template <int chunk>
-    static inline CodePair codes(const uint8_t* block, int at) {
-        const Simd::Bytes both = Simd::load_bytes(block + kScaleBytes + chunk * kQuadBytes + at);
-        const Simd::Bytes low = Simd::look_up(kNonLinear, Simd::low_nibbles(both));
-        const Simd::Bytes high = Simd::look_up(kNonLinear, Simd::high_nibbles(both));
-        return Simd::kUnsignedCodes ? CodePair{Simd::flip_sign(low), Simd::flip_sign(high)} : CodePair{low, high};
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) {
+        const Simd::Bytes values = Simd::look_up(kNonLinear, nibbles_of<quad>(block + kScaleBytes, at));
+        return Simd::kUnsignedCodes ? Simd::flip_sign(values) : values;
     }
 };
 
@@ -52,12 +52,10 @@ struct FiveBits {  // one plane: bit q of a byte is the highest bit of quad q
     static constexpr bool kMinimum = minimum;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes + kQuadBytes;
-    template <int chunk>
-    static inline CodePair codes(const uint8_t* block, int at) {
-        const Simd::Bytes both = Simd::load_bytes(block + kCodes + chunk * kQuadBytes + at);
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) {
         const Simd::Bytes plane = Simd::load_bytes(block + kCodes + kNibbleBytes + at);
-        return {Simd::either(Simd::low_nibbles(both), Simd::bits<chunk, 4>(plane, 1)),
-                Simd::either(Simd::high_nibbles(both), Simd::bits<chunk + 4, 4>(plane, 1))};
+        return Simd::either(nibbles_of<quad>(block + kCodes, at), Simd::bits<quad, 4>(plane, 1));
     }
 };
 
@@ -66,12 +64,10 @@ struct SixBits {  // two planes, for the quads of each half: bits 2 * (q % 4) an
     static constexpr bool kMinimum = false;
     static constexpr int kCodes = 2 * kScaleBytes;
     static constexpr int kBytes = kCodes + kNibbleBytes + 2 * kQuadBytes;
-    template <int chunk>
-    static inline CodePair codes(const uint8_t* block, int at) {
-        const Simd::Bytes both = Simd::load_bytes(block + kCodes + chunk * kQuadBytes + at);
-        const uint8_t* planes = block + kCodes + kNibbleBytes + at;
-        return {Simd::either(Simd::low_nibbles(both), Simd::bits<2 * chunk, 4>(Simd::load_bytes(planes), 3)),
-                Simd::either(Simd::high_nibbles(both), Simd::bits<2 * chunk, 4>(Simd::load_bytes(planes + kQuadBytes), 3))};
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) {
+        const Simd::Bytes plane = Simd::load_bytes(block + kCodes + kNibbleBytes + quad / 4 * kQuadBytes + at);
+        return Simd::either(nibbles_of<quad>(block + kCodes, at), Simd::bits<2 * (quad % 4), 4>(plane, 3));
     }
 };
 
@@ -79,11 +75,10 @@ struct EightBits {
     static constexpr int kOffset = Simd::kUnsignedCodes ? 128 : 0, kScales = 1;
     static constexpr bool kMinimum = false;
     static constexpr int kBytes = kScaleBytes + 2 * kNibbleBytes;
-    template <int chunk>
-    static inline CodePair codes(const uint8_t* block, int at) {
-        const Simd::Bytes low = Simd::load_bytes(block + kScaleBytes + chunk * kQuadBytes + at);
-        const Simd::Bytes high = Simd::load_bytes(block + kScaleBytes + (chunk + 4) * kQuadBytes + at);
-        return Simd::kUnsignedCodes ? CodePair{Simd::flip_sign(low), Simd::flip_sign(high)} : CodePair{low, high};
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) {
+        const Simd::Bytes values = Simd::load_bytes(block + kScaleBytes + quad * kQuadBytes + at);
+        return Simd::kUnsignedCodes ? Simd::flip_sign(values) : values;
     }
 };
 

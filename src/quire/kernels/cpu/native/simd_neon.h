@@ -9,18 +9,19 @@ namespace quire {
 
 struct Simd {
     static constexpr int kLanes = 8;             // output rows in a vector
-    static constexpr int kMaxTokens = 4;         // tokens whose sums fit the registers
+    static constexpr int kMaxTokens = 8;         // tokens whose sums fit the registers
+    static constexpr int kMaxPlainTokens = 4;      // the same for weights that are not quantized
     static constexpr bool kUnsignedCodes = false;  // whether `dot` wants codes as 0 to 255
 
     struct Int { int32x4_t v[2]; };
     struct Float { float32x4_t v[2]; };
     struct Bytes { int8x16_t v[2]; };
-    struct Group { int8x16_t v[2]; };  // 32 quantized activations
+    using Half = int8x16_t;  // 16 quantized activations
 
     static inline Int set_int(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x)}}; }
     static inline Float set(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x)}}; }
     static inline Float zero() { return set(0.0f); }
-    static inline Group load_group(const int8_t* p) { return {{vld1q_s8(p), vld1q_s8(p + 16)}}; }
+    static inline Half load_half(const int8_t* p) { return vld1q_s8(p); }
     static inline Bytes load_bytes(const uint8_t* p) {
         return {{vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))}};
     }
@@ -49,11 +50,10 @@ struct Simd {
         const int8x16_t t = vld1q_s8(table);
         return {{vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[0])), vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[1]))}};
     }
-    // Adds the products of 4 codes of each row with activations 4 * quad to 4 * quad + 3 of the group.
+    // Adds the products of 4 codes of each row with activations 4 * quad to 4 * quad + 3 of the half.
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, const Group& x) {
-        return {{dot4<quad % 4>(total.v[0], codes.v[0], x.v[quad / 4]),
-                 dot4<quad % 4>(total.v[1], codes.v[1], x.v[quad / 4])}};
+    static inline Int dot(Int total, Bytes codes, Half x) {
+        return {{dot4<quad>(total.v[0], codes.v[0], x), dot4<quad>(total.v[1], codes.v[1], x)}};
     }
     static inline Float to_float(Int x) { return {{vcvtq_f32_s32(x.v[0]), vcvtq_f32_s32(x.v[1])}}; }
     static inline Float multiply(Float x, Float y) { return {{vmulq_f32(x.v[0], y.v[0]), vmulq_f32(x.v[1], y.v[1])}}; }
@@ -89,6 +89,15 @@ struct Simd {
     }
     static inline void store_float16(uint16_t* p, Float x) {
         vst1q_u16(p, vreinterpretq_u16_f16(vcombine_f16(vcvt_f16_f32(x.v[0]), vcvt_f16_f32(x.v[1]))));
+    }
+    // Of 8 pairs the first ones and the second ones.
+    static inline void load_bfloat16_pair(const uint16_t* p, Float& first, Float& second) {
+        const uint32x4_t high = vdupq_n_u32(0xFFFF0000u);
+        for (int i = 0; i < 2; i++) {
+            const uint32x4_t words = vreinterpretq_u32_u16(vld1q_u16(p + 8 * i));
+            first.v[i] = vreinterpretq_f32_u32(vshlq_n_u32(words, 16));
+            second.v[i] = vreinterpretq_f32_u32(vandq_u32(words, high));
+        }
     }
     static inline Float load_bfloat16(const uint16_t* p) {
         const uint16x8_t h = vld1q_u16(p);

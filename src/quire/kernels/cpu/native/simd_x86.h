@@ -18,6 +18,7 @@ static inline int32_t four_bytes(const int8_t* p) {
 struct Simd {
     static constexpr int kLanes = 16;
     static constexpr int kMaxTokens = 8;
+    static constexpr int kMaxPlainTokens = 8;
 #if defined(__AVX512VNNI__)
     static constexpr bool kUnsignedCodes = true;
 #else
@@ -26,12 +27,12 @@ struct Simd {
     using Int = __m512i;
     using Float = __m512;
     using Bytes = __m512i;
-    struct Group { const int8_t* p; };
+    struct Half { const int8_t* p; };
 
     static inline Int set_int(int32_t x) { return _mm512_set1_epi32(x); }
     static inline Float set(float x) { return _mm512_set1_ps(x); }
     static inline Float zero() { return _mm512_setzero_ps(); }
-    static inline Group load_group(const int8_t* p) { return {p}; }
+    static inline Half load_half(const int8_t* p) { return {p}; }
     static inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static inline Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
     static inline Bytes high_nibbles(Bytes x) {
@@ -48,7 +49,7 @@ struct Simd {
         return _mm512_shuffle_epi8(t, x);
     }
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, const Group& x) {
+    static inline Int dot(Int total, Bytes codes, Half x) {
         const __m512i values = _mm512_set1_epi32(four_bytes(x.p + 4 * quad));
 #if defined(__AVX512VNNI__)
         return _mm512_dpbusd_epi32(total, codes, values);
@@ -87,6 +88,11 @@ struct Simd {
     static inline void store_float16(uint16_t* p, Float x) {
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
+    static inline void load_bfloat16_pair(const uint16_t* p, Float& first, Float& second) {
+        const __m512i words = _mm512_loadu_si512(p);
+        first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+        second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xFFFF0000u)));
+    }
     static inline Float load_bfloat16(const uint16_t* p) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
     }
@@ -97,6 +103,7 @@ struct Simd {
 struct Simd {
     static constexpr int kLanes = 8;
     static constexpr int kMaxTokens = 4;
+    static constexpr int kMaxPlainTokens = 4;
 #if defined(__AVXVNNI__)
     static constexpr bool kUnsignedCodes = true;
 #else
@@ -105,12 +112,12 @@ struct Simd {
     using Int = __m256i;
     using Float = __m256;
     using Bytes = __m256i;
-    struct Group { const int8_t* p; };
+    struct Half { const int8_t* p; };
 
     static inline Int set_int(int32_t x) { return _mm256_set1_epi32(x); }
     static inline Float set(float x) { return _mm256_set1_ps(x); }
     static inline Float zero() { return _mm256_setzero_ps(); }
-    static inline Group load_group(const int8_t* p) { return {p}; }
+    static inline Half load_half(const int8_t* p) { return {p}; }
     static inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
     static inline Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
     static inline Bytes high_nibbles(Bytes x) {
@@ -127,7 +134,7 @@ struct Simd {
         return _mm256_shuffle_epi8(t, x);
     }
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, const Group& x) {
+    static inline Int dot(Int total, Bytes codes, Half x) {
         const __m256i values = _mm256_set1_epi32(four_bytes(x.p + 4 * quad));
 #if defined(__AVXVNNI__)
         return _mm256_dpbusd_avx_epi32(total, codes, values);
@@ -172,6 +179,11 @@ struct Simd {
     static inline Float load_float16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
     static inline void store_float16(uint16_t* p, Float x) {
         _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static inline void load_bfloat16_pair(const uint16_t* p, Float& first, Float& second) {
+        const __m256i words = _mm256_loadu_si256((const __m256i*)p);
+        first = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+        second = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xFFFF0000u)));
     }
     static inline Float load_bfloat16(const uint16_t* p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
