@@ -17,6 +17,8 @@ from quire.cli.console import out, size
 from quire.config import EngineConfig, resolve_dtype
 from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.kernels.attention_backends import USUAL_NEEDS
+from quire.kernels.cpu.native_build import compiler
+from quire.kernels.cpu.native_library import faster_variants, load_native, why_not_native
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 
@@ -67,6 +69,7 @@ def examine() -> list[Finding]:
         *([Finding("attention", " · ".join(kernels.attention))] if kernels.attention else []),
         _default_model(),
         _package("triton", "kernels for GPUs", 'pip install "quire[gpu]"'),
+        _cpu_kernels(),
         _package("starlette", "quire serve", 'pip install "quire[serve]"'),
         _package("uvicorn", "quire serve", 'pip install "quire[serve]"'),
         _compiler(),
@@ -94,6 +97,17 @@ def _package(name: str, purpose: str, remedy: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, f"missing ({purpose})", remedy)
     return Finding(name, f"{metadata.version(name)} ({purpose})")
+
+
+def _cpu_kernels() -> Finding:
+    """Which native kernels a CPU has, and which would be faster."""
+    library = load_native()
+    if library is None:
+        advice = "" if compiler() else "install g++ or clang++: quire compiles its kernels at the next start."
+        return Finding("CPU kernels", f"torch alone, slow; no native kernels: {why_not_native()}", advice)
+    faster = faster_variants(library.name)
+    why = f"faster ones cannot be used ({'; '.join(faster)})" if faster else "the fastest there are"
+    return Finding("CPU kernels", f"native, for {library.name}: {why}")
 
 
 def _compiler() -> Finding:

@@ -77,13 +77,38 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+class UnknownVariant(Exception):
+    """The environment names a variant that does not exist on this architecture."""
+
+
+def known_variants() -> tuple[Variant, ...]:
+    """Those of this architecture, the best first; empty on other systems than Linux."""
+    return VARIANTS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+
+
+def considered_variants() -> tuple[Variant, ...]:
+    """All known ones; or the one that the environment names, or none."""
+    known, chosen = known_variants(), os.environ.get(CHOICE_VARIABLE, "")
+    names = (*(variant.name for variant in known), "none")
+    if chosen and chosen not in names:
+        raise UnknownVariant(f"{CHOICE_VARIABLE} is {chosen!r}, and here it may be {', '.join(names)}, or unset.")
+    return tuple(variant for variant in known if chosen in ("", variant.name))
+
+
 def usable_variants() -> tuple[Variant, ...]:
-    """Those that this CPU can run, the best first. The environment may choose one, or none."""
-    chosen = os.environ.get(CHOICE_VARIABLE, "")
-    known = VARIANTS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+    """Those considered that this CPU can run, the best first."""
     flags = cpu_flags()
-    usable = tuple(variant for variant in known if variant.features <= flags)
-    return tuple(variant for variant in usable if variant.name == chosen) if chosen else usable
+    return tuple(variant for variant in considered_variants() if variant.features <= flags)
+
+
+def why_none_usable() -> str:
+    """Why `usable_variants` is empty."""
+    considered = considered_variants()
+    if not considered:
+        here = f"{platform.system()} on {platform.machine()}"
+        return f"switched off by {CHOICE_VARIABLE}" if known_variants() else f"none for {here}"
+    least = considered[-1]
+    return f"{least.name} needs {', '.join(sorted(least.features - cpu_flags()))}, which this CPU lacks"
 
 
 def compiler() -> str | None:
@@ -134,7 +159,6 @@ def compile_variant(variant: Variant, folder: Path) -> Path:
 
 def compile_all(folder: Path = SOURCES) -> tuple[Path, ...]:
     """Every variant of this architecture that the compiler knows: an older one may lack the newest instructions."""
-    variants = VARIANTS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
     if compiler() is None:
         return ()
 
@@ -147,4 +171,4 @@ def compile_all(folder: Path = SOURCES) -> tuple[Path, ...]:
             return None
 
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
-        return tuple(path for path in pool.map(compiled, variants) if path is not None)
+        return tuple(path for path in pool.map(compiled, known_variants()) if path is not None)

@@ -9,12 +9,18 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
+from quire.core.errors import ConfigError
 from quire.kernels.cpu.native_build import (
     CompilationFailed,
+    UnknownVariant,
+    Variant,
     cache_folder,
     compile_variant,
+    cpu_flags,
     find_library,
+    known_variants,
     usable_variants,
+    why_none_usable,
 )
 
 
@@ -274,28 +280,42 @@ class NativeLibrary:
 @cache
 def load_native() -> NativeLibrary | None:
     """The best library for this CPU, compiled now if it must be. None: `why_not_native` says why."""
-    for variant in usable_variants():
-        path = find_library(variant)
+    for variant in _usable():
         try:
-            return NativeLibrary(variant.name, path or compile_variant(variant, cache_folder()))
-        except (CompilationFailed, OSError) as error:
-            _failures.append(f"{variant.name}: {error}")
-            if path is None:
-                break  # the next one would fail for the same reason
+            return NativeLibrary(variant.name, find_library(variant) or compile_variant(variant, cache_folder()))
+        except (CompilationFailed, OSError) as error:  # an older compiler may know the next variant
+            _failures[variant.name] = str(error)
     return None
 
 
 def must_compile() -> bool:
     """Whether `load_native` would start the compiler, which takes some seconds."""
-    variants = usable_variants()
+    variants = _usable()
     return bool(variants) and find_library(variants[0]) is None
 
 
 def why_not_native() -> str:
     """Why there is no library; after `load_native` returned None."""
-    if _failures:
-        return _failures[0]
-    return "they were switched off, or they do not know this CPU"
+    return next((f"{name}: {error}" for name, error in _failures.items()), "") or why_none_usable()
 
 
-_failures: list[str] = []
+def faster_variants(name: str) -> tuple[str, ...]:
+    """Variants that are faster than the loaded one, each with the reason why it is not used."""
+    reasons, flags = [], cpu_flags()
+    for variant in known_variants():
+        if variant.name == name:
+            break
+        missing = ", ".join(sorted(variant.features - flags))
+        failed = _failures.get(variant.name, "the environment chose another")
+        reasons.append(f"{variant.name}: {f'this CPU lacks {missing}' if missing else failed}")
+    return tuple(reasons)
+
+
+def _usable() -> tuple[Variant, ...]:
+    try:
+        return usable_variants()
+    except UnknownVariant as error:
+        raise ConfigError(str(error)) from error
+
+
+_failures: dict[str, str] = {}  # by variant: why it could not be compiled or loaded

@@ -57,18 +57,22 @@ class PackedWeight:
 
 
 def pack_weight(library: NativeLibrary, workspace: int, weight: Weight, quantization: str | None) -> PackedWeight:
-    """`quantization`: "int8" or "int4", or None to keep what is stored. Widths that are not whole groups stay plain."""
+    """`quantization`: "int8" or "int4", for parts that become smaller by it; others stay as stored, and so do widths
+    that are not whole groups."""
     shape = (int(weight.shape[0]), int(weight.shape[1]))
     target = _TARGETS.get(quantization or "") if shape[1] % _GROUP == 0 else None
     segments = []
     for part in _parts(weight):
-        if target is None:
-            encoding = StoredEncoding[part.encoding]
-        else:
+        encoding = StoredEncoding[part.encoding]
+        if target is not None and part.row_bytes > _row_bytes(library, FORMAT_OF[target], shape[1]):
             encoding, part = target, _as_float32(library, workspace, part, shape[1])
         form = FORMAT_OF[encoding]
         segments.append((form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, shape[1])))
     return PackedWeight(shape, segments)
+
+
+def _row_bytes(library: NativeLibrary, form: PackedFormat, width: int) -> int:
+    return int(library.functions.quire_panel_bytes(form, width)) // _PANEL
 
 
 def _parts(weight: Weight) -> Iterator[StoredRows]:
@@ -83,7 +87,7 @@ def _pack_rows(
     library: NativeLibrary, workspace: int, form: PackedFormat, encoding: StoredEncoding, part: StoredRows, width: int
 ) -> Tensor:
     num_panels = -(-part.num_rows // _PANEL)
-    buffer = torch.zeros(num_panels * library.functions.quire_panel_bytes(form, width), dtype=torch.uint8)
+    buffer = torch.zeros(num_panels * _PANEL * _row_bytes(library, form, width), dtype=torch.uint8)
     order = None if part.order is None else np.ascontiguousarray(part.order, np.int32)
     stored = part.read()
     library.functions.quire_pack(

@@ -76,7 +76,7 @@ public:
 
 private:
     void start() {
-        generation_.fetch_add(1, std::memory_order_seq_cst);
+        generation_.store(++num_loops_ << kActiveBits | (uint32_t)num_active_, std::memory_order_seq_cst);
         if (num_asleep_.load(std::memory_order_seq_cst) > 0) wake(generation_);
     }
     void take_tasks(int thread) {
@@ -87,7 +87,8 @@ private:
         for (;;) {
             seen = wait_for_work(seen);
             if (stopping_.load()) return;
-            if (thread >= num_active_) continue;
+            // Of this loop: a thread that was left out may be late, and num_active_ is that of the next loop already.
+            if (thread >= (int)(seen & ((1u << kActiveBits) - 1))) continue;
             take_tasks(thread);
             if (unfinished_.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_asleep_.load(std::memory_order_seq_cst))
                 wake(unfinished_);
@@ -133,7 +134,9 @@ private:
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
     }
 
+    static constexpr int kActiveBits = 10;
     const int num_threads_;
+    uint32_t num_loops_ = 0;
     std::atomic<int> num_active_{num_threads_};
     const void* body_ = nullptr;
     void (*call_)(const void*, int, int) = nullptr;
@@ -141,7 +144,7 @@ private:
     Waited waited_{0, 0};
     std::atomic<int64_t> spin_ns_{50000};
     alignas(64) std::atomic<int> next_{0};
-    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<uint32_t> generation_{0};  // the number of the loop, and in the low bits how many threads compute it
     alignas(64) std::atomic<uint32_t> unfinished_{0};
     alignas(64) std::atomic<int> num_asleep_{0};
     std::atomic<bool> caller_asleep_{false};
