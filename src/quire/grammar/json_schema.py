@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quire.core.errors import InvalidGrammar, UnsupportedSchema, shown
 from quire.grammar import limits
-from quire.grammar.schema_dialects import pointer, resolve, rewrite_dialects
+from quire.grammar.schema_dialects import TYPES, pointer, resolve, rewrite_dialects
 
 ENFORCED = frozenset(
     {
@@ -151,7 +151,7 @@ def check_schema(schema: object) -> dict[str, object]:
     check_multiples(schemas)
     check_patterns(schemas)
     _check_reach(root, schemas)
-    check_expansion(schemas, lambda reference: _resolved(root, reference), _intersects)
+    check_expansion(schemas, lambda reference: _resolved(root, reference), intersects)
     for part_schema in schemas:
         _make_exact(part_schema)
     return root
@@ -252,6 +252,9 @@ def unsupported_keywords(part: SchemaChildren) -> Iterator[UnsupportedKeyword]:
         annotation = keyword in NOTES or (keyword.startswith("x-") and keyword != "x-guidance")
         if keyword not in ENFORCED and not annotation:
             yield UnsupportedKeyword(keyword, INSTEAD.get(keyword, "omit it, or use $comment for a note"))
+    if not _has_known_type(schema):
+        names = ", ".join(sorted(TYPES))
+        yield UnsupportedKeyword("type", f"{shown(schema['type'])} is not among {names}; omit it to allow any")
     reference = schema.get("$ref")
     if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
         yield UnsupportedKeyword("$ref", f"{shown(reference)} is outside this schema; put it under $defs")
@@ -263,10 +266,15 @@ def unsupported_keywords(part: SchemaChildren) -> Iterator[UnsupportedKeyword]:
     yield from _unsupported_numbers(schema)
 
 
+def _has_known_type(schema: dict[str, object]) -> bool:
+    kinds = schema.get("type", "object")
+    return kinds in TYPES if isinstance(kinds, str) else isinstance(kinds, list) and bool(kinds) and set(kinds) <= TYPES
+
+
 def _unsupported_strings(schema: dict[str, object]) -> Iterator[UnsupportedKeyword]:
     """Formats apply to strings only: with another type they have no effect."""
     name, types = schema.get("format"), schema.get("type", "string")
-    of_strings = types == "string" or (isinstance(types, list) and "string" in types)
+    of_strings = types == "string" or (isinstance(types, list) and "string" in types) or not _has_known_type(schema)
     if name is not None and of_strings and name not in FORMATS:
         yield UnsupportedKeyword("format", f"{shown(name)} is not enforced ({_FORMAT_NAMES} are); use pattern")
     named = schema.get("patternProperties")
@@ -312,7 +320,7 @@ def _unsupported_numbers(schema: dict[str, object]) -> Iterator[UnsupportedKeywo
 def check_multiples(schemas: list[dict[str, object]]) -> None:
     """Raise UnsupportedSchema if the numbers of multipleOf cost too much together."""
     multiples = [_numerator(schema["multipleOf"]) for schema in schemas if "multipleOf" in schema]
-    combined = any(_intersects(schema) for schema in schemas)
+    combined = any(intersects(schema) for schema in schemas)
     if sum(multiples) > limits.MULTIPLES or (combined and math.lcm(*multiples) > limits.MULTIPLES):
         raise _unsupported(
             "multipleOf", "#", f"together they may need {limits.MULTIPLES} remainders; use rounder numbers"
@@ -322,7 +330,7 @@ def check_multiples(schemas: list[dict[str, object]]) -> None:
 def check_patterns(schemas: list[dict[str, object]]) -> None:
     """Raise UnsupportedSchema if patterns and formats cost too much together."""
     patterns = {str(schema[keyword]) for schema in schemas for keyword in ("pattern", "format") if keyword in schema}
-    if len(patterns) > limits.PATTERNS_IN_INTERSECTION and any(_intersects(schema) for schema in schemas):
+    if len(patterns) > limits.PATTERNS_IN_INTERSECTION and any(intersects(schema) for schema in schemas):
         raise UnsupportedSchema(
             f"The JSON schema has {len(patterns)} patterns and formats, and combines schemas with allOf or beside "
             f"$ref, anyOf or oneOf; the limit then is {limits.PATTERNS_IN_INTERSECTION}. Combine the patterns into one."
@@ -359,7 +367,7 @@ def _levels_to_reference(schema: dict[str, object]) -> int:
     return deepest
 
 
-def _intersects(schema: dict[str, object]) -> bool:
+def intersects(schema: dict[str, object]) -> bool:
     """Whether a value must satisfy several schemas at once here."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and len(parts) > 1:

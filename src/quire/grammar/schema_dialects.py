@@ -1,15 +1,16 @@
 """Rewrites a JSON schema of an older draft, or of OpenAPI, into the latest draft. What it allows stays the same.
 
 What the latest draft writes differently: boolean `exclusiveMinimum` and `exclusiveMaximum` (draft 4), lists of `items`
-(before 2020-12), `nullable` (OpenAPI 3.0), references by `$id` and `$anchor`, which become JSON pointers. Keywords
-whose value is null are unset. A `oneOf` becomes `anyOf` if no value can satisfy two of its branches, which llguidance
-cannot tell through references.
+(before 2020-12), `nullable` (OpenAPI 3.0), types in capitals (Gemini), references by `$id` and `$anchor`, which become
+JSON pointers. Keywords whose value is null are unset. A `oneOf` becomes `anyOf` if no value can satisfy two of its
+branches, which llguidance cannot tell through references.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote, unquote
 
+TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 ANY_TEXT = frozenset({"password", "path", "binary"})  # formats that every string has
 _IDS = ("$id", "id", "$anchor", "$dynamicAnchor")
 _OF_DRAFTS = ("$schema", "$vocabulary", "$recursiveAnchor")  # the latest draft is read, whatever they say
@@ -67,6 +68,8 @@ def rewrite_dialects(root: dict[str, object], parts: Iterable[tuple[object, str]
         if isinstance(reference := schema.get("$ref"), str):
             schema["$ref"] = _as_pointer(reference, places)
         _rewrite_bounds(schema)
+        if isinstance(kind := schema.get("type"), str) and kind.isupper() and kind.lower() in TYPES:
+            schema["type"] = kind.lower()
         _allow_null(schema)
     if any(_RENAMED.search(str(schema.get("$ref"))) for schema, _ in schemas):
         return  # it would name nothing
