@@ -7,6 +7,7 @@ the default model itself says is tested in openai/test_default_model.py.
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -40,15 +41,27 @@ def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-@pytest.fixture(scope="session")
-def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+@pytest.fixture(scope="module")
+def url(server: Running) -> str:
+    """The address that the clients below have. A module with a server of its own replaces this fixture alone."""
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 

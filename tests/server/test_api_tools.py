@@ -45,24 +45,6 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield url
 
 
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def test_a_response_with_reasoning_text_and_calls(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="weather?", tools=FUNCTIONS)
     reasoning, text, call, second = response.output

@@ -15,12 +15,9 @@ COMMANDS = re.findall(r"^curl .*$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def http(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with (
-        scripted_server(tmp_path_factory.mktemp("page")) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
-    ):
-        yield client
+def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with scripted_server(tmp_path_factory.mktemp("page")) as url:
+        yield url
 
 
 def test_each_endpoint_has_an_example() -> None:

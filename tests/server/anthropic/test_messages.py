@@ -22,18 +22,6 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield url
 
 
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
-
-
 def message_body(text: str, **fields: object) -> dict[str, Any]:
     return {"max_tokens": 50, "messages": [{"role": "user", "content": text}], **fields}
 
@@ -50,8 +38,8 @@ def streamed(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
     return named_events(answer.text)
 
 
-def test_a_message(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(model=MODEL, max_tokens=50, messages=ASK)
+def test_a_message(claude: anthropic.Anthropic) -> None:
+    message = claude.messages.create(model=MODEL, max_tokens=50, messages=ASK)
     assert message.content[0].text == PLAIN  # type: ignore[union-attr]
     assert (message.stop_reason, message.stop_sequence, message.role) == ("end_turn", None, "assistant")
     assert message.id.startswith("msg_") and message.model == MODEL
@@ -87,23 +75,23 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
     assert last["output_tokens"] == whole["usage"]["output_tokens"]
 
 
-def test_a_stream_assembles_to_the_whole_response(client: anthropic.Anthropic) -> None:
-    with client.messages.stream(model=MODEL, max_tokens=50, messages=ASK) as stream:
+def test_a_stream_assembles_to_the_whole_response(claude: anthropic.Anthropic) -> None:
+    with claude.messages.stream(model=MODEL, max_tokens=50, messages=ASK) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    whole = client.messages.create(model=MODEL, max_tokens=50, messages=ASK)
+    whole = claude.messages.create(model=MODEL, max_tokens=50, messages=ASK)
     assert text == PLAIN and final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
     assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", whole.usage.output_tokens)
     assert final.usage.cache_read_input_tokens is not None and final.usage.cache_read_input_tokens >= 0
 
 
-def test_stop_reasons(client: anthropic.Anthropic) -> None:
+def test_stop_reasons(claude: anthropic.Anthropic) -> None:
     endless: list[Any] = [{"role": "user", "content": "endless"}]
-    assert client.messages.create(model=MODEL, max_tokens=3, messages=endless).stop_reason == "max_tokens"
-    stopped = client.messages.create(model=MODEL, max_tokens=50, messages=endless, stop_sequences=["n an", "zzz"])
+    assert claude.messages.create(model=MODEL, max_tokens=3, messages=endless).stop_reason == "max_tokens"
+    stopped = claude.messages.create(model=MODEL, max_tokens=50, messages=endless, stop_sequences=["n an", "zzz"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "n an")
     assert stopped.content[0].text == "o"  # type: ignore[union-attr]
-    with client.messages.stream(model=MODEL, max_tokens=50, messages=endless, stop_sequences=["n an"]) as stream:
+    with claude.messages.stream(model=MODEL, max_tokens=50, messages=endless, stop_sequences=["n an"]) as stream:
         final = stream.get_final_message()
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "n an")
     assert final.content[0].text == "o"  # type: ignore[union-attr]
@@ -117,7 +105,7 @@ def test_max_tokens_beyond_the_context_is_clamped(http: httpx.Client) -> None:
     assert long.status_code == 400 and "maximum context length" in long.json()["error"]["message"]
 
 
-def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
+def test_count_tokens_equals_the_usage(claude: anthropic.Anthropic) -> None:
     conversation: dict[str, Any] = {
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
@@ -128,9 +116,9 @@ def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
         ],
         "thinking": {"type": "adaptive"},
     }  # fmt: skip
-    counted = client.messages.count_tokens(model=MODEL, **conversation)
+    counted = claude.messages.count_tokens(model=MODEL, **conversation)
     for _ in range(2):
-        usage = client.messages.create(model=MODEL, max_tokens=5, **conversation).usage
+        usage = claude.messages.create(model=MODEL, max_tokens=5, **conversation).usage
         assert num_input(usage.model_dump()) == counted.input_tokens
     assert usage.cache_read_input_tokens is not None and usage.cache_read_input_tokens > 0
 
@@ -139,15 +127,15 @@ MARK = {"type": "ephemeral"}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_token_of_a_prompt_is_counted_under_one_name(client: anthropic.Anthropic, streaming: bool) -> None:
+def test_each_token_of_a_prompt_is_counted_under_one_name(claude: anthropic.Anthropic, streaming: bool) -> None:
     """Clients add the three counts. The scripted engine caches all of a prompt but its last token."""
 
     def usage(text: str, **fields: Any) -> tuple[int, int | None, int | None]:
         body: Any = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": text}], **fields}
         if not streaming:
-            found = client.messages.create(**body).usage
+            found = claude.messages.create(**body).usage
         else:
-            with client.messages.stream(**body) as stream:
+            with claude.messages.stream(**body) as stream:
                 events = list(stream)
             found = stream.get_final_message().usage
             [start] = [event.message.usage for event in events if event.type == "message_start"]
@@ -157,7 +145,7 @@ def test_each_token_of_a_prompt_is_counted_under_one_name(client: anthropic.Anth
         return found.input_tokens, found.cache_read_input_tokens, found.cache_creation_input_tokens
 
     def counted(text: str) -> int:
-        return client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": text}]).input_tokens
+        return claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": text}]).input_tokens
 
     text = f"Once upon a {'second' if streaming else 'first'} time there was a cache."
     shared, first, _ = usage(text)[1], usage(text), usage(text)
@@ -218,9 +206,9 @@ def test_an_empty_tool_result(http: httpx.Client, content: dict[str, Any]) -> No
     assert answer.status_code == 200 and answer.json() == nothing.json()
 
 
-def test_a_final_assistant_message_is_continued(client: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_a_final_assistant_message_is_continued(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     begun: list[Any] = [*ASK, {"role": "assistant", "content": "Once upon a time"}]
-    message = client.messages.create(model=MODEL, max_tokens=50, messages=begun)
+    message = claude.messages.create(model=MODEL, max_tokens=50, messages=begun)
     assert message.content[0].text == "and so on."  # type: ignore[union-attr]
     open_ended = {"messages": begun, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
     assert num_input(message.usage.model_dump()) == http.post("/tokenize", json=open_ended).json()["count"]
@@ -255,32 +243,32 @@ def test_unsupported_requests_are_refused_before_the_first_byte(
         assert response["request_id"] == answer.headers["x-quire-request-id"] == answer.headers["request-id"]
 
 
-def test_the_request_id_reaches_the_client(client: anthropic.Anthropic, http: httpx.Client) -> None:
-    message = client.messages.create(model=MODEL, max_tokens=5, messages=ASK)
-    counted = client.messages.count_tokens(model=MODEL, messages=ASK)
-    with client.messages.stream(model=MODEL, max_tokens=5, messages=ASK) as stream:
+def test_the_request_id_reaches_the_client(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+    message = claude.messages.create(model=MODEL, max_tokens=5, messages=ASK)
+    counted = claude.messages.count_tokens(model=MODEL, messages=ASK)
+    with claude.messages.stream(model=MODEL, max_tokens=5, messages=ASK) as stream:
         ids = [message._request_id, counted._request_id, stream.request_id]
     assert all(ids) and len(set(ids)) == 3
     with pytest.raises(anthropic.NotFoundError) as unknown:
-        client.messages.create(model="claude-none", max_tokens=5, messages=ASK)
+        claude.messages.create(model="claude-none", max_tokens=5, messages=ASK)
     assert unknown.value.request_id == unknown.value.body["request_id"]  # type: ignore[index]
     mine = http.post("/v1/messages", json=message_body("hi"), headers={"x-request-id": "mine"}).headers
     assert (mine["x-request-id"], mine["request-id"]) == ("mine", mine["x-quire-request-id"])
     assert "request-id" not in http.get("/v1/models").headers
 
 
-def test_errors_through_the_client(client: anthropic.Anthropic) -> None:
+def test_errors_through_the_client(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
-        client.messages.create(model="claude-none", max_tokens=5, messages=ASK)
+        claude.messages.create(model="claude-none", max_tokens=5, messages=ASK)
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError):
-        client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": []}])
+        claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": []}])
     boom: list[Any] = [{"role": "user", "content": "boom"}]
     with pytest.raises(anthropic.InternalServerError):
-        client.messages.create(model=MODEL, max_tokens=50, messages=boom)
+        claude.messages.create(model=MODEL, max_tokens=50, messages=boom)
     with (
         pytest.raises(anthropic.APIStatusError) as broken,
-        client.messages.stream(model=MODEL, max_tokens=50, messages=boom) as stream,
+        claude.messages.stream(model=MODEL, max_tokens=50, messages=boom) as stream,
     ):
         text = "".join(stream.text_stream)
         raise AssertionError(f"the stream ended as if nothing had happened, after {text!r}")

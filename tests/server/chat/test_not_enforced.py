@@ -49,18 +49,6 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield url
 
 
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
-
-
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": ASK, "response_format": as_format(SCHEMA)}),
     ("/v1/chat/completions", {"messages": ASK, "response_format": as_format(SCHEMA, strict=False), "stream": True}),

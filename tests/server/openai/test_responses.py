@@ -22,18 +22,6 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield url
 
 
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
-
-
 def streamed(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
     answer = http.post("/v1/responses", json={"stream": True, **body})
     assert answer.status_code == 200, answer.text

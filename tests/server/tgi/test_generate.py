@@ -27,12 +27,6 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield url
 
 
-@pytest.fixture(scope="module")
-def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield client
-
-
 def events_of(text: str) -> list[dict[str, Any]]:
     blocks = text.strip().split("\n\n")
     assert all(block.startswith("data:") for block in blocks)
