@@ -394,7 +394,7 @@ def _reason(finite: int, stop: int) -> FinishReason:
     return FinishReason.STOP if stop else FinishReason.LENGTH
 
 
-_TIMED_CHUNK = 64  # tokens: enough that a step waits for arithmetic, not for memory
+_TIMED_CHUNK = 32  # tokens: enough that a step waits for arithmetic, not for memory
 
 
 @torch.inference_mode()

@@ -24,10 +24,11 @@ static inline float half_to_float(uint16_t bits) {
 }
 
 static inline uint16_t float_to_half(float x) {
-    uint16_t out[16];
-    float in[16] = {x};
-    Simd::store_float16(out, Simd::load(in));
-    return out[0];
+#if defined(__aarch64__)
+    return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0);
+#else
+    return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#endif
 }
 
 static inline float bfloat_to_float(uint16_t bits) {

@@ -172,6 +172,19 @@ static inline void write_group(int32_t format, const DecodedGroup& group, int ro
     }
 }
 
+// Blocks whose codes lie in words of 4 as the file has them: scales and words are copied. Returns false for others.
+static inline bool copy_row(int32_t format, int32_t encoding, const uint8_t* source, int width, int row, uint8_t* panel) {
+    if (encoding != kQ4_0 && encoding != kQ4_1 && encoding != kIQ4_NL && encoding != kQ8_0) return false;
+    const Layout layout = layout_of(format);
+    const int num_scales = encoding == kQ4_1 ? 2 : 1, num_words = encoding == kQ8_0 ? 8 : 4;
+    const int codes = encoding == kQ8_0 ? layout.codes : layout.nibbles;
+    for (int g = 0; g < width / kGroup; g++, panel += layout.bytes) {
+        for (int s = 0; s < num_scales; s++, source += 2) std::memcpy(panel + s * kScaleBytes + 2 * row, source, 2);
+        for (int w = 0; w < num_words; w++, source += 4) std::memcpy(panel + codes + w * kQuadBytes + 4 * row, source, 4);
+    }
+    return true;
+}
+
 // Where the number of input i of a row lies in a panel of plain numbers.
 static inline int64_t place_in_panel(int32_t format, int row, int64_t i) {
     return format == kBfloat16 ? (i / 2 * kPanelRows + row) * 2 + i % 2 : i * kPanelRows + row;
@@ -183,7 +196,7 @@ static inline void pack_row(int32_t format, int32_t encoding, const uint8_t* sou
         for (int i = 0; i < width; i++) std::memcpy(panel + 4 * place_in_panel(format, row, i), source + 4 * (int64_t)i, 4);
     } else if (format == kFloat16 || format == kBfloat16) {
         for (int i = 0; i < width; i++) std::memcpy(panel + 2 * place_in_panel(format, row, i), source + 2 * (int64_t)i, 2);
-    } else {
+    } else if (!copy_row(format, encoding, source, width, row, panel)) {
         const int bytes = layout_of(format).bytes;
         for (int g = 0; g < width / kGroup; g++) {
             DecodedGroup group;
