@@ -182,9 +182,9 @@ def test_padding_does_not_show() -> None:
 
 
 def test_steps_are_timed_in_the_null_block_and_the_shorter_of_two_counts() -> None:
-    """The clock says 8 and 4 s for a decode, then 320 and 640 s for a chunk of 64 tokens."""
+    """The clock says 8 and 4 s for a decode, then 160 and 320 s for a chunk of 32 tokens."""
     stores = new_store(decoder().kv_geometry, 20, BLOCK, torch.device("cpu"))
     stores.device.fill_(7.0)
-    ticks = iter([0.0, 8.0, 10.0, 14.0, 20.0, 340.0, 400.0, 1040.0])
+    ticks = iter([0.0, 8.0, 10.0, 14.0, 20.0, 180.0, 200.0, 520.0])
     assert time_steps(decoder(), stores, lambda: next(ticks)) == StepTimes(decode_s=4.0, token_s=5.0)
     assert (stores.device[1:] == 7.0).all() and not (stores.device[0] == 7.0).any()
