@@ -1,6 +1,7 @@
 """Long fault tests: kills, disconnects, slow readers, overload, a soak. `make test-chaos`."""
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+import pytest
 
 from tests import children
 from tests.chaos.conftest import NUM_ROWS, Report
@@ -128,6 +131,47 @@ def test_slow_readers(server: Running, report: Report) -> None:
         for each in slow:
             each.close()
         wait_until_at_rest(client)
+        check_control(client)
+
+
+@pytest.mark.timeout(300)
+def test_readers_at_10_bytes_per_second(server: Running, report: Report) -> None:
+    """500 that read ten bytes in each second, 50 after another; each that is admitted is reset within a minute."""
+    sent = request(completion_body("endless", max_tokens=300, stream=True, logprobs=5))
+    opened: dict[socket.socket, float] = {}
+    num_refused = 0
+    reset_s: list[float] = []
+
+    def read_a_little() -> None:
+        for each in list(opened):
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET:
+                reset_s.append(time.monotonic() - opened.pop(each))
+                each.close()
+            else:
+                each.recv(10, socket.MSG_DONTWAIT)
+
+    with server.client() as client:
+        wait_until_at_rest(client)
+        before_bytes = server.resident_bytes
+        for _ in range(10):
+            began_s = time.monotonic()
+            slow = [never_reading(server.port, sent) for _ in range(50)]
+            for each in slow:
+                if each.recv(12) == b"HTTP/1.1 200":
+                    opened[each] = began_s
+                else:  # those before it have all places
+                    num_refused += 1
+                    each.close()
+            read_a_little()
+        grown_bytes = server.resident_bytes - before_bytes
+        while opened and time.monotonic() < max(opened.values()) + 60:
+            time.sleep(1)  # their rate
+            read_a_little()
+        report("500 readers at 10 bytes/s: admitted, and refused", [len(opened) + len(reset_s), num_refused])
+        figures = (min(reset_s), statistics.median(reset_s), max(reset_s))
+        report("  reset after, s: the first, the median, the last", [round(seconds, 1) for seconds in figures])
+        report("  front's memory, MiB more", grown_bytes >> 20)
+        assert not opened and grown_bytes < 100 << 20
         check_control(client)
 
 

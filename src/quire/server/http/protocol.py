@@ -15,6 +15,7 @@ import itertools
 import logging
 import resource
 import socket
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors for other uses than connections
 _log = logging.getLogger(__name__)
 
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops unsent bytes
 _WHOLE_BODIES = 4  # of the largest size, that all clients together may have at least
 
 
@@ -425,7 +427,10 @@ class GuardedProtocol(HttpToolsProtocol):
             )
 
     def _cut_reader(self, reason: str, num_unread: int) -> None:
-        """The client does not read: close at once. The application receives a disconnect and aborts its work."""
+        """The client does not read: reset the connection. The application receives a disconnect and aborts its work.
+
+        After a mere close, the kernel would keep what it has not sent for as long as the client answers its probes.
+        """
         fields: dict[str, object] = {"reason": reason, "unread_bytes": num_unread}
         if self.cycle is not None:
             context = context_of(cast(Scope, self.cycle.scope))
@@ -433,6 +438,7 @@ class GuardedProtocol(HttpToolsProtocol):
             context.error_code = "slow_reader"
         _log.warning("slow_reader", extra={"fields": fields})
         self.slow_reader(reason)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
     # Replies and the end
