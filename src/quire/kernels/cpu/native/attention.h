@@ -101,28 +101,26 @@ static inline void add_scaled(float* out, const float* x, float factor, int widt
 // One tile's scores of a row become weights; `highest` and `total` are the softmax so far. Returns what the row's
 // output so far must be multiplied with.
 static inline float weigh(float* scores, int count, float& highest, float& total) {
-    float peak = highest;
-    bool invalid = false;
-    for (int i = 0; i < count; i++) {
-        peak = std::max(peak, scores[i]);
-        invalid |= scores[i] != scores[i];
-    }
-    if (peak == -std::numeric_limits<float>::infinity() && !invalid) {  // every key is hidden
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
+    std::fill(scores + count, scores + kKeys, kNothing);
+    Simd::Float high = Simd::load(scores);
+    for (int i = Simd::kLanes; i < kKeys; i += Simd::kLanes) high = Simd::maximum(high, Simd::load(scores + i));
+    const float peak = std::max(highest, Simd::highest(high));
+    if (peak == kNothing) {  // every key is hidden, or not a number
+        for (int i = 0; i < count; i++)
+            if (scores[i] != scores[i]) total = std::numeric_limits<float>::quiet_NaN();
         std::fill(scores, scores + kKeys, 0.0f);
         return 1.0f;
     }
-    const float factor = std::exp(highest - peak);
-    for (int i = count; i < kKeys; i++) scores[i] = -std::numeric_limits<float>::infinity();
-    Simd::Float sum = Simd::zero();
+    const float factor = peak == highest ? 1.0f : std::exp(highest - peak);
+    Simd::Float sum = Simd::zero();  // NaN if any score is
     for (int i = 0; i < kKeys; i += Simd::kLanes) {
-        const Simd::Float distance = Simd::subtract(Simd::load(scores + i), Simd::set(peak));
-        const Simd::Float weight = exponential(distance);
+        const Simd::Float weight = exponential(Simd::subtract(Simd::load(scores + i), Simd::set(peak)));
         Simd::store(scores + i, weight);
         sum = Simd::add(sum, weight);
     }
     // exponential() gives e to -87 at the least: too little to matter, except for hidden keys, which are exactly 0.
-    for (int i = count; i < kKeys; i++) scores[i] = 0.0f;
-    if (invalid) sum = Simd::set(std::numeric_limits<float>::quiet_NaN());
+    std::fill(scores + count, scores + kKeys, 0.0f);
     total = total * factor + Simd::sum(sum);
     highest = peak;
     return factor;

@@ -1,0 +1,176 @@
+// Products of a few tokens with the rows of a panel, in registers. Each output is summed in one order, whatever the
+// number of tokens: batch-invariant.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "packed_formats.h"
+
+namespace quire {
+
+// Activations as 8-bit codes: x = scale * code, one scale for each group of 32.
+struct Quantized {
+    int8_t* codes;       // [tokens, width]
+    float* scales;       // [tokens, groups]
+    float* sums;         // [tokens, groups]: scale * sum of codes
+    int32_t* half_sums;  // [tokens, groups, 2]: sums of codes of each half
+
+    Quantized from(int64_t token, int width) const {
+        const int64_t groups = token * (width / kGroup);
+        return {codes + token * width, scales + groups, sums + groups, half_sums + 2 * groups};
+    }
+};
+
+struct Rows {
+    const float* values;  // [tokens, width]
+    Quantized quantized;  // where some weight is quantized
+    int width;
+};
+
+static inline void quantize_row(const float* x, int width, Quantized out) {
+    for (int g = 0; g < width / kGroup; g++) {
+        const float* p = x + g * kGroup;
+        Simd::Float high = Simd::zero(), invalid = Simd::zero();  // invalid: NaN if some x is infinite or NaN
+        for (int i = 0; i < kGroup; i += Simd::kLanes) {
+            const Simd::Float values = Simd::load(p + i);
+            high = Simd::maximum(high, Simd::absolute(values));
+            invalid = Simd::multiply_add(values, Simd::zero(), invalid);
+        }
+        const float scale = Simd::highest(high) / 127.0f + Simd::sum(invalid);
+        const Simd::Float inverse = Simd::set(scale > 0.0f ? 1.0f / scale : 0.0f);
+        int8_t* codes = out.codes + g * kGroup;
+        for (int i = 0; i < kGroup; i += Simd::kLanes)
+            Simd::store_bytes(codes + i, Simd::round_to_int(Simd::multiply(Simd::load(p + i), inverse)));
+        int32_t first = 0, second = 0;
+        for (int i = 0; i < kGroup / 2; i++) {
+            first += codes[i];
+            second += codes[i + kGroup / 2];
+        }
+        out.scales[g] = scale;
+        out.sums[g] = scale * (float)(first + second);
+        out.half_sums[2 * g] = first;
+        out.half_sums[2 * g + 1] = second;
+    }
+}
+
+// Adds the products of one half of a group: four quads of codes, each used for all tokens.
+template <class F, int half, int kTokens, int kVectors>
+static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Int (&total)[kTokens][kVectors]) {
+    constexpr int kBytes = 4 * Simd::kLanes;
+    Simd::Bytes codes[4][kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+        codes[0][v] = F::template codes<4 * half>(block, at + v * kBytes);
+        codes[1][v] = F::template codes<4 * half + 1>(block, at + v * kBytes);
+        codes[2][v] = F::template codes<4 * half + 2>(block, at + v * kBytes);
+        codes[3][v] = F::template codes<4 * half + 3>(block, at + v * kBytes);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++) {
+        const Simd::Half values = Simd::load_half(x + t * stride + half * kGroup / 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            total[t][v] = Simd::dot<0>(total[t][v], codes[0][v], values);
+            total[t][v] = Simd::dot<1>(total[t][v], codes[1][v], values);
+            total[t][v] = Simd::dot<2>(total[t][v], codes[2][v], values);
+            total[t][v] = Simd::dot<3>(total[t][v], codes[3][v], values);
+        }
+    }
+}
+
+// kVectors vectors of rows of a panel, from byte `at` of each quad on, for kTokens tokens.
+template <class F, int kTokens, int kVectors>
+static inline void quantized_tile(const uint8_t* panel, int at, const Quantized& x, int width, float* out, int64_t stride) {
+    const int groups = width / kGroup;
+    Simd::Float total[kTokens][kVectors];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) total[t][v] = Simd::zero();
+    const uint8_t* block = panel;
+    for (int g = 0; g < groups; g++, block += F::kBytes) {
+        Simd::Int dots[F::kScales][kTokens][kVectors];
+#pragma GCC unroll 2
+        for (int h = 0; h < F::kScales; h++)
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; t++) {
+                const int32_t* sums = x.half_sums + 2 * (t * groups + g);
+                const int32_t sum = F::kOffset == 0 ? 0 : F::kScales == 2 ? sums[h] : sums[0] + sums[1];
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_int(-F::kOffset * sum);
+            }
+        half_dots<F, 0, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[0]);
+        half_dots<F, 1, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[F::kScales - 1]);
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(block) + at / 4;
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const Simd::Float scale = Simd::load_float16(scales + v * Simd::kLanes);
+            Simd::Float second;  // the other half's scale, or the minimum
+            if constexpr (F::kScales == 2 || F::kMinimum) second = Simd::load_float16(scales + kPanelRows + v * Simd::kLanes);
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; t++) {
+                Simd::Float product = Simd::multiply(Simd::to_float(dots[0][t][v]), scale);
+                if constexpr (F::kScales == 2) product = Simd::multiply_add(Simd::to_float(dots[1][t][v]), second, product);
+                total[t][v] = Simd::multiply_add(product, x.scales[t * groups + g], total[t][v]);
+                if constexpr (F::kMinimum) total[t][v] = Simd::multiply_add(second, x.sums[t * groups + g], total[t][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) Simd::store(out + t * stride + v * Simd::kLanes, total[t][v]);
+}
+
+// Weights of two inputs, the even one first. F32, F16: [in, 16 rows]; BF16: [in / 2, 16 rows, 2].
+struct WeightPair { Simd::Float even, odd; };
+
+struct F32 {
+    using Word = float;
+    static inline WeightPair load(const float* p) { return {Simd::load(p), Simd::load(p + kPanelRows)}; }
+    static int rows_to_words(int row) { return row; }
+};
+struct F16 {
+    using Word = uint16_t;
+    static inline WeightPair load(const uint16_t* p) { return {Simd::load_float16(p), Simd::load_float16(p + kPanelRows)}; }
+    static int rows_to_words(int row) { return row; }
+};
+struct BF16 {
+    using Word = uint16_t;
+    static inline WeightPair load(const uint16_t* p) {
+        WeightPair pair;
+        Simd::load_bfloat16_pair(p, pair.even, pair.odd);
+        return pair;
+    }
+    static int rows_to_words(int row) { return 2 * row; }
+};
+
+// The same for a panel of plain numbers, whose width is padded to an even one. Even and odd inputs have their own sums.
+template <class F, int kTokens, int kVectors>
+static inline void plain_tile(const uint8_t* panel, int row, const float* x, int width, float* out, int64_t stride) {
+    Simd::Float even[kTokens][kVectors], odd[kTokens][kVectors];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) even[t][v] = odd[t][v] = Simd::zero();
+    const auto* words = reinterpret_cast<const typename F::Word*>(panel) + F::rows_to_words(row);
+    for (int i = 0; i < width; i += 2, words += 2 * kPanelRows) {
+        const bool last = i + 1 == width;  // the weight behind it is a zero
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const WeightPair pair = F::load(words + F::rows_to_words(v * Simd::kLanes));
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; t++) {
+                const float* values = x + (int64_t)t * width + i;
+                even[t][v] = Simd::multiply_add(pair.even, values[0], even[t][v]);
+                if (!last) odd[t][v] = Simd::multiply_add(pair.odd, values[1], odd[t][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) Simd::store(out + t * stride + v * Simd::kLanes, Simd::add(even[t][v], odd[t][v]));
+}
+
+}  // namespace quire
