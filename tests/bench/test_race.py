@@ -1,6 +1,9 @@
 """The race: what is drawn, what is compared, and the loop over real processes that speak its protocol."""
 
 import json
+import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +18,12 @@ from quire.bench.workload import RACE_WORKLOADS, RaceWorkload, find_race_workloa
 from quire.catalog.locate import Located
 from quire.cli import bench_processes
 from quire.core.errors import ConfigError, EngineFailed
+from tests import children
 from tests.cli.commands import Shell
 
 # An engine of a few lines: its turns are written to a file, its answers follow its settings.
 FAKE = """
-import json, sys
+import json, os, sys
 settings = json.loads(sys.argv[1])
 print("a library prints this", file=sys.stderr)
 def answer(**fields):
@@ -33,11 +37,14 @@ else:
 if settings.get("breaks") == "with an answer":
     answer(error="ValueError: no such model")
     sys.exit(1)
-answer(ready=True, version="1", precision="float32", how="", vocab_size=settings["vocab"], rss_bytes=7, restart=restart)
+answer(ready=True, version="1", precision="float32", how="", vocab_size=settings["vocab"], rss_bytes=7, restart=restart,
+       pid=os.getpid())
 for number, line in enumerate(sys.stdin):
     jobs = json.loads(line)["jobs"]
     with open(settings["log"], "a") as log:
         log.write(json.dumps([settings["name"], jobs]) + chr(10))
+    while settings.get("breaks") == "never ends":
+        pass
     if settings.get("breaks") == "in turn" and number == 1:
         sys.exit("out of memory")
     counts = [count - (settings.get("breaks") == "short") for _, count in jobs]
@@ -148,6 +155,16 @@ def test_without_quire_there_is_no_race(tmp_path: Path) -> None:
 def test_a_start_without_failed_attempts_is_the_one_that_counts(tmp_path: Path) -> None:
     result = race([entry(tmp_path, "quire", ours=True), entry(tmp_path, "peer", restarts=True)], busy=1)
     assert len(result.starts) == 2 and not result.failures
+
+
+def test_an_interrupted_race_has_what_was_measured(tmp_path: Path) -> None:
+    def say(text: str) -> None:
+        if text == "1x4+2: round 2 of 3":
+            raise KeyboardInterrupt
+
+    entries = [entry(tmp_path, "quire", ours=True), entry(tmp_path, "peer")]
+    result = run_race(entries, [find_race_workload("1x4+2", 0)], rounds=3, seed=0, busy=0, say=say)
+    assert [(turn.entry, turn.round_number) for turn in result.turns] == [("quire", 1), ("peer", 1)]
 
 
 def test_the_kind_of_cpu_is_named() -> None:
@@ -276,3 +293,27 @@ def test_quire_speaks_the_protocol(shallow_model_path: Path) -> None:
     assert not result.failures and [start.entry for start in result.starts] == ["quire 16", "quire 32"]
     assert result.equal_tokens("quire 16", "quire 32", "2x9..30+5") == 5
     assert all(run.seconds > 0 and run.cpu_s > 0 and run.peak_bytes >= run.rss_bytes > 1 << 20 for run in result.turns)
+
+
+PARENT = """
+import json, sys
+from quire.bench.race import RaceEntry, RaceProcess
+from quire.bench.workload import BenchJob
+command, settings = json.loads(sys.argv[1])
+worker = RaceProcess(RaceEntry("peer", tuple(command), settings), {})
+print(worker.about["pid"], flush=True)
+worker.run([BenchJob([1], 1)])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="of Linux")
+def test_a_worker_ends_with_the_race_even_while_it_computes(tmp_path: Path) -> None:
+    peer = entry(tmp_path, "peer", breaks="never ends")
+    command = [sys.executable, "-c", PARENT, json.dumps([peer.command, peer.settings])]
+    with children.started(command, stdout=subprocess.PIPE) as parent:
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.kill()
+            assert select.select([worker], [], [], 60)[0], "a pidfd is readable when its process has ended"
+        finally:
+            os.close(worker)

@@ -4,6 +4,7 @@ For each workload the rounds are interleaved: every engine has its turn in round
 ratio is of two turns of one round. An engine that fails is left out from there on, with its reason.
 """
 
+import functools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 from quire.bench.workload import BenchJob, RaceWorkload
 from quire.core.errors import ConfigError, EngineFailed
+from quire.core.process import die_with_parent
 
 Fields = dict[str, object]
 Say = Callable[[str], None]
@@ -134,6 +136,7 @@ class RaceProcess:
             stderr=self._log,
             env={**os.environ, **entry.environment},
             start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         try:
             self.about = self._answer()
@@ -210,16 +213,25 @@ def run_race(
         if not any(start.ours for start in result.starts):
             raise EngineFailed("; ".join(f"{name}: {reason}" for name, reason in result.failures.items()))
         vocab_size = min(start.vocab_size for start in result.starts)
-        for workload in workloads:
-            for round_number in range(rounds + 1):  # round 0 warms up
-                jobs = workload.draw(vocab_size, seed, round_number)
-                say(f"{workload.name}: {f'round {round_number} of {rounds}' if round_number else 'warm-up'}")
-                for worker in [each for each in workers if each.entry.name not in result.failures]:
-                    with _noting(worker.entry, result, say):
-                        _turn(worker, workload.name, round_number, jobs, result)
-                    if worker.entry.name in result.failures:
-                        worker.close()
+        try:
+            for workload in workloads:
+                for round_number in range(rounds + 1):  # round 0 warms up
+                    say(f"{workload.name}: {f'round {round_number} of {rounds}' if round_number else 'warm-up'}")
+                    jobs = workload.draw(vocab_size, seed, round_number)
+                    _run_round(workers, workload.name, round_number, jobs, result, say)
+        except KeyboardInterrupt:
+            say("interrupted: what was measured until now follows")
     return result
+
+
+def _run_round(
+    workers: Many[RaceProcess], workload: str, round_number: int, jobs: list[BenchJob], result: RaceResult, say: Say
+) -> None:
+    for worker in [each for each in workers if each.entry.name not in result.failures]:
+        with _noting(worker.entry, result, say):
+            _turn(worker, workload, round_number, jobs, result)
+        if worker.entry.name in result.failures:
+            worker.close()
 
 
 def _started(entry: RaceEntry, more: Mapping[str, object]) -> RaceProcess:

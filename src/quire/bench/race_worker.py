@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 Settings = dict[str, Any]
 Job = tuple[list[int], int]  # a prompt, and its number of output tokens
 _TORCH_DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_VLLM_MEMORY = 0.3  # share of the memory: its default, 0.92, is not free where other engines are loaded
 _FIRST = [(list(range(11, 19)), 1)]  # the request whose token ends the start
 
 
@@ -45,7 +46,7 @@ def _load_quire(settings: Settings) -> StartedEngine:
 
     precision = f"{settings['engine'].get('quantization', 'auto')} weights, {llm.built.dtype}"
     vocab_size = llm.built.checkpoint.spec.vocab_size
-    return StartedEngine(run, vocab_size, quire.__version__, precision, f"{llm.built.kernels} kernels")
+    return StartedEngine(run, vocab_size, quire.__version__, precision, llm.built.kernels)
 
 
 def _load_transformers(settings: Settings) -> StartedEngine:
@@ -165,7 +166,12 @@ def _load_llama_cpp(settings: Settings) -> StartedEngine:
 def _load_vllm(settings: Settings) -> StartedEngine:
     vllm = import_module("vllm")
     dtype = _TORCH_DTYPES[settings["precision"]]
-    llm = vllm.LLM(settings["model"], dtype=dtype, max_model_len=settings["longest"] + 8)
+    llm = vllm.LLM(
+        settings["model"],
+        dtype=dtype,
+        max_model_len=settings["longest"] + 8,
+        gpu_memory_utilization=_VLLM_MEMORY,
+    )
 
     def run(jobs: list[Job]) -> list[list[int]]:
         params = [vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in jobs]
@@ -181,7 +187,17 @@ def _convert_folder(settings: Settings) -> None:
     source, target = Path(settings["model"]), settings["target"]
     dtype = getattr(torch, _TORCH_DTYPES[settings["precision"]])
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=dtype).save_pretrained(target)
+    if hasattr(transformers, "GgufConfig"):  # releases that can keep a file's packing
+        dequantized = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    else:
+        dequantized = {}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(**place, **dequantized, dtype=dtype)
+    config = packed.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = transformers.AutoModelForCausalLM.from_config(config).to(dtype)  # a model that came packed is not saved
+    plain.load_state_dict(packed.state_dict())
+    plain.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(target)
 
 
