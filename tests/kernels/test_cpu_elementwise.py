@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.kernels.attention_backends import USUAL_NEEDS
+from quire.kernels.cpu.native_kernels import MAX_HEAD_DIM, NativeKernels
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
@@ -124,6 +126,16 @@ def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
     assert select_kernels("reference").kernels.name == "reference"
     with pytest.raises(ConfigError, match="abacus"):
         select_kernels("abacus")
+
+
+@needs_native
+def test_heads_too_wide_for_the_native_kernels_are_computed_by_torch():
+    wide = USUAL_NEEDS._replace(dim=MAX_HEAD_DIM + 8)
+    choice = select_kernels("cpu", wide)
+    assert isinstance(choice.kernels, TorchCpuKernels) and "520 numbers are wider than 512" in choice.reason
+    assert isinstance(select_kernels("cpu", USUAL_NEEDS._replace(dim=MAX_HEAD_DIM)).kernels, NativeKernels)
+    with pytest.raises(ConfigError, match="wider than 512"):
+        select_kernels("cpu", wide, quantization="int8")
 
 
 @pytest.mark.parametrize("vocab_size", [64, 65, 320])

@@ -53,13 +53,14 @@ def examine() -> list[Finding]:
     device = pick_device("auto")
     machine = inspect(device)
     dtype = resolve_dtype(EngineConfig(), machine)
+    num_threads = torch.get_num_threads()  # before kernels with threads of their own take torch's away
     kernels = select_kernels(device.type, USUAL_NEEDS)
     return [
         Finding("quire", f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
         Finding("torch", str(torch.__version__)),
         _gpu(),
         Finding("device", f"{device.type}: {', '.join(cpu_features()) or 'no known instruction sets'}"),
-        Finding("threads", f"{torch.get_num_threads()} of {machine.num_cores} cores"),
+        Finding("threads", f"{num_threads} of {machine.num_cores} cores"),
         Finding("memory", f"{size(machine.free_bytes)} available"),
         Finding(
             "dtype",

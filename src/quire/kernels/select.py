@@ -16,7 +16,7 @@ from quire.kernels.attention_backends import (
     choose_attention,
     find_backends,
 )
-from quire.kernels.cpu.native_kernels import NativeKernels
+from quire.kernels.cpu.native_kernels import MAX_HEAD_DIM, NativeKernels
 from quire.kernels.cpu.native_library import STORED_ENCODINGS, load_native, why_not_native
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
@@ -52,7 +52,7 @@ def select_kernels(
             param="attention_backend",
         )
     if name == "cpu":
-        return _cpu_choice(quantization)
+        return _cpu_choice(quantization, needs)
     if quantization is not None:
         raise ConfigError(
             f"quantization={quantization} is for CPUs; on a GPU weights are bfloat16 or float16. Omit --quantization, "
@@ -66,8 +66,11 @@ def select_kernels(
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
-def _cpu_choice(quantization: str | None) -> KernelChoice:
+def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None) -> KernelChoice:
     library = load_native()
+    why_not = why_not_native() if library is None else ""
+    if needs is not None and needs.dim > MAX_HEAD_DIM:
+        library, why_not = None, f"heads of {needs.dim} numbers are wider than {MAX_HEAD_DIM}"
     if library is not None:
         num_threads = torch.get_num_threads()
         kernels = NativeKernels(library, num_threads, quantization)
@@ -77,13 +80,11 @@ def _cpu_choice(quantization: str | None) -> KernelChoice:
         return KernelChoice(kernels, reason, stored_encodings=STORED_ENCODINGS)
     if quantization is not None:
         raise ConfigError(
-            f"quantization={quantization} needs the native CPU kernels, which cannot be used here: {why_not_native()}. "
+            f"quantization={quantization} needs the native CPU kernels, which cannot be used here: {why_not}. "
             f"Omit --quantization.",
             param="quantization",
         )
-    return KernelChoice(
-        TorchCpuKernels(), f"the device is the CPU: torch alone, slow; no native kernels: {why_not_native()}"
-    )
+    return KernelChoice(TorchCpuKernels(), f"the device is the CPU: torch alone, slow; no native kernels: {why_not}")
 
 
 def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:

@@ -274,13 +274,14 @@ class NativeStack:
         step = NativeStep()
         _set_store(step, kv)
         outcome = torch.empty(5, len(rows), dtype=torch.int64)
+        places = np.ascontiguousarray(rows, np.int32)  # kept until the call returns
         self._kernels._call.quire_decode_greedy(
             self._kernels.workspace,
             ctypes.byref(self._model),
             ctypes.byref(self._tables),
             ctypes.byref(_native_columns(columns, ends)),
             ctypes.byref(step),
-            np.ascontiguousarray(rows, np.int32).ctypes.data,
+            places.ctypes.data,
             len(rows),
             outcome.data_ptr(),
         )
