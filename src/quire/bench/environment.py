@@ -41,6 +41,7 @@ def settings(built: BuiltEngine) -> Facts:
     return {
         **resolved,
         "dtype": built.dtype,
+        "weights": built.weights.describe(),
         "kernels": built.kernels,
         "attention": list(built.attention),
         "memory": asdict(built.memory),

@@ -44,7 +44,7 @@ def _load_quire(settings: Settings) -> StartedEngine:
         prompts = [{"prompt_token_ids": ids} for ids, _ in jobs]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, progress=False)]
 
-    precision = f"{settings['engine'].get('quantization', 'auto')} weights, {llm.built.dtype}"
+    precision = f"{llm.built.dtype} weights"
     vocab_size = llm.built.checkpoint.spec.vocab_size
     return StartedEngine(run, vocab_size, quire.__version__, precision, llm.built.kernels)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import err, progress_bars
 from quire.cli.options import engine_config
-from quire.config import EngineConfig, resolve_dtype
+from quire.config import EngineConfig
 from quire.core.step import Runner
 from quire.engine.build import BuiltEngine, build
 from quire.engine.machine import cpu_features, inspect, pick_device
@@ -38,7 +38,7 @@ def headline(config: EngineConfig) -> str:
     where = machine.device.upper()
     if machine.device == "cpu":
         where += f" ({', '.join([*features, f'{machine.num_cores} cores'])})"
-    return f"quire {__version__} · {config.model or DEFAULT_MODEL.name} · {resolve_dtype(config, machine)} · {where}"
+    return f"quire {__version__} · {config.model or DEFAULT_MODEL.name} · {where}"
 
 
 def _show_phase(phase: StartupPhase) -> None:

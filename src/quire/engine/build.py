@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupReporter
-from quire.engine.stats import EngineInfo, MemoryUsage, account_memory
+from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds
-from quire.kernels.interface import AttentionRule, Precompiling
+from quire.kernels.interface import AttentionRule, Precompiling, Weight
 from quire.kernels.select import KernelChoice, precompiling_for, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
@@ -35,7 +36,7 @@ from quire.sched.batching import MAX_STEP_S, usual_target_s
 from quire.sched.cost_model import CostTable
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
-from quire.weights.allocate import UnfilledWeights, dummy_weights
+from quire.weights.allocate import UnfilledWeights, dummy_weights, num_parameters
 from quire.weights.dequantize import Dequantizer
 from quire.weights.load import unfilled_weights
 from quire.weights.stored_weights import stored_weights
@@ -79,10 +80,15 @@ class BuiltEngine:
     checkpoint: Checkpoint
     resolved: ResolvedConfig
     machine: MachineInfo
-    dtype: str
+    weights: WeightUsage
     kernels: str
     memory: MemoryUsage
     attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights in memory."""
+        return self.weights.name
 
     @property
     def info(self) -> EngineInfo:
@@ -131,14 +137,15 @@ def build(
     grammars = make_grammars(opened, spec.vocab_size)
     to_preload = grammars if serving else None
     unfilled = _allocate_weights(config, checkpoint, _DTYPES[dtype], device, reporter, choice)
-    weights, weight_bytes = unfilled.weights, _num_weight_bytes(unfilled.weights)
+    weights = unfilled.weights
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
         _load_weights(unfilled, to_preload)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
+    usage = _weight_usage(config, checkpoint, model, weights, _DTYPES[dtype])
     if precompilation is None:
-        reporter.done("weights", _describe_weights(weight_bytes, dtype))
+        reporter.done("weights", usage.describe())
     num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
     stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
     runner = _runner(model, stores, resolved, choice, serving)
@@ -148,18 +155,18 @@ def build(
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
             _load_weights(unfilled, to_preload)
             model.refresh_norms(weights)
-            reporter.done("weights", _describe_weights(weight_bytes, dtype))
+            reporter.done("weights", usage.describe())
     warm_up(model, stores)
     reporter.done("warm-up", choice.reason)
     step_times = _step_times(model, stores, runner, choice, reporter, serving)
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
-    memory = _memory_usage(weight_bytes, resolved, before, inspect(device))
+    memory = _memory_usage(usage.num_bytes, resolved, before, inspect(device))
     reporter.done("memory", memory.describe())
     client = LocalClient(engine, tokenizer)
     return BuiltEngine(
-        name, engine, client, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
+        name, engine, client, tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention
     )
 
 
@@ -331,8 +338,32 @@ def _costs(
     return costs
 
 
-def _describe_weights(num_bytes: int, dtype: str) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB {dtype}"
+def _weight_usage(
+    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, weights: DecoderWeights, dtype: torch.dtype
+) -> WeightUsage:
+    """After packing: kernels may keep a matrix as stored, quantize it, or convert it to the dtype."""
+    name, encodings = str(dtype).removeprefix("torch."), Counter[str]()
+    for matrix in model.matrices:
+        encodings.update([name] if isinstance(matrix, torch.Tensor) else matrix.encodings)
+    vectors = _num_weight_bytes(weights) - sum(each.nbytes for each in _matrices(weights))
+    stored = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
+    return WeightUsage(
+        num_bytes=vectors + sum(matrix.nbytes for matrix in model.matrices),
+        encodings=encodings,
+        dtype=name,
+        dtype_bytes=num_parameters(checkpoint.spec) * dtype.itemsize,
+        stored=Counter(tensor.encoding for tensor in stored),
+        stored_bytes=sum(tensor.num_bytes for tensor in stored),
+        quantization=config.quantization,
+    )
+
+
+def _matrices(weights: DecoderWeights) -> Iterator[Weight]:
+    yield weights.embedding
+    if weights.head is not weights.embedding:
+        yield weights.head
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 
 def _describe_cache(resolved: ResolvedConfig) -> str:

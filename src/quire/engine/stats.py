@@ -1,6 +1,7 @@
-"""Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent between steps), memory usage."""
+"""Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent between steps), usage of memory."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from quire.engine.engine import Engine
 
@@ -19,7 +20,7 @@ class MemoryUsage:
     free: int = 0  # beyond the workspace
 
     def describe(self) -> str:
-        parts = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        parts = [(each.name, getattr(self, each.name)) for each in fields(self)]
         return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
 
 
@@ -28,6 +29,59 @@ def account_memory(*, weights: int, kv: int, recorded: int, workspace: int, free
     kept = min(workspace, free)
     other = max(total - free - weights - kv - recorded, 0)
     return MemoryUsage(weights, kv, recorded, kept, other, free - kept)
+
+
+_PLAIN_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUsage:
+    """The matrices of a model in memory and in its file, by encoding: ggml's names, torch's dtypes, int8 and int4."""
+
+    num_bytes: int  # in memory, vectors included
+    encodings: Mapping[str, int]  # number of matrices in memory
+    dtype: str  # of weights that are not quantized
+    dtype_bytes: int  # what all weights would take in it
+    stored: Mapping[str, int] = field(default_factory=dict)  # number of matrices in the file; empty: dummy weights
+    stored_bytes: int = 0
+    quantization: str = "auto"  # as asked for
+
+    @property
+    def name(self) -> str:
+        """Short: "Q4_1 and Q8_0", "int8", "bfloat16"."""
+        return " and ".join(_by_count(self.encodings))
+
+    def describe(self) -> str:
+        """What was chosen, why, and the bytes before and after."""
+        counted = _by_count(self.encodings)
+        found = self.name
+        if len(counted) > 1:
+            (first, number), *others = counted.items()
+            found = f"{number} matrices as {first}, " + ", ".join(f"{count} as {name}" for name, count in others)
+        size = f"{self.num_bytes / _GIB:.2f} GiB"
+        return f"{size}{':' if len(counted) > 1 else ''} {found}{self._origin()}"
+
+    def _origin(self) -> str:
+        before = " and ".join(_by_count(self.stored)) or self.dtype
+        before_bytes = self.stored_bytes or self.dtype_bytes
+        if set(_by_count(self.encodings)) == set(before.split(" and ")):
+            return self._as_stored() if self.stored else ""
+        if self.quantization in ("int8", "int4"):
+            return f", quantized from {before_bytes / _GIB:.2f} GiB {before}"
+        asked = f"dtype {self.dtype}" if self.quantization == "auto" else "quantization none"
+        return f", from {before_bytes / _GIB:.2f} GiB {before} in the file ({asked})"
+
+    def _as_stored(self) -> str:
+        if self.quantization in ("int8", "int4"):
+            return f", as the file stores them: {self.quantization} is not smaller"
+        unlike = f" ({self.dtype_bytes / _GIB:.2f} GiB as {self.dtype})" if self.name != self.dtype else ""
+        return f", as the file stores them{unlike}"
+
+
+def _by_count(encodings: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent first, under the names that are shown."""
+    ordered = sorted(encodings.items(), key=lambda each: (-each[1], each[0]))
+    return {_PLAIN_NAMES.get(name, name): count for name, count in ordered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +95,7 @@ class EngineInfo:
     num_blocks: int
     block_size: int
     device: str
-    dtype: str
+    dtype: str  # of the weights in memory: "bfloat16", "int8", "Q4_1 and Q8_0"
     memory: MemoryUsage
     run_ahead: int
     pid: int

@@ -146,6 +146,13 @@ class Decoder:
         return self._spec.vocab_size
 
     @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        """Every matrix as it is in memory, once: a head that is the embedding too is counted as one."""
+        tables = (self._table,) if self._table is self._packed_head else (self._table, self._packed_head)
+        linears = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers)
+        return (*tables, *(linear.packed for layer in linears for linear in layer))
+
+    @property
     def kv_geometry(self) -> KvGeometry:
         spec = self._spec
         stored = self._kernels.kv_dtype(self._dtype)

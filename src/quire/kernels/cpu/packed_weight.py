@@ -28,16 +28,23 @@ _STORED = {
     torch.bfloat16: StoredEncoding.BF16,
 }
 _TARGETS = {"int8": StoredEncoding.TO_INT8, "int4": StoredEncoding.TO_INT4}
+_SHOWN = {encoding: name for name, encoding in _TARGETS.items()}
 
 
 class PackedWeight:
     """Keeps the memory that its `native` structure points to."""
 
-    __slots__ = ("_buffers", "_segments", "native", "shape")
+    __slots__ = ("_buffers", "_segments", "encodings", "native", "shape")
 
-    def __init__(self, shape: tuple[int, int], segments: list[tuple[PackedFormat, int, Tensor]]) -> None:
-        """Each segment: its format, its number of rows, and its panels."""
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        segments: list[tuple[PackedFormat, int, Tensor]],
+        encodings: tuple[StoredEncoding, ...] = (),
+    ) -> None:
+        """Each segment: its format, its number of rows, and its panels. `encodings`: what each was packed from."""
         self.shape = shape
+        self.encodings = tuple(_SHOWN.get(each, each.name) for each in encodings)
         self._buffers = [buffer for _, _, buffer in segments]
         self._segments = (NativeSegment * len(segments))()
         first = 0
@@ -61,14 +68,15 @@ def pack_weight(library: NativeLibrary, workspace: int, weight: Weight, quantiza
     that are not whole groups."""
     shape = (int(weight.shape[0]), int(weight.shape[1]))
     target = _TARGETS.get(quantization or "") if shape[1] % _GROUP == 0 else None
-    segments = []
+    segments, encodings = [], []
     for part in _parts(weight):
         encoding = StoredEncoding[part.encoding]
         if target is not None and part.row_bytes > _row_bytes(library, FORMAT_OF[target], shape[1]):
             encoding, part = target, _as_float32(library, workspace, part, shape[1])
         form = FORMAT_OF[encoding]
         segments.append((form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, shape[1])))
-    return PackedWeight(shape, segments)
+        encodings.append(encoding)
+    return PackedWeight(shape, segments, tuple(encodings))
 
 
 def _row_bytes(library: NativeLibrary, form: PackedFormat, width: int) -> int:
