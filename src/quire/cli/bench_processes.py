@@ -223,7 +223,8 @@ def _race_table(result: RaceResult, workload: RaceWorkload) -> Table:
     for start in result.starts:
         turns = result.of(start.entry, workload.name)
         if not turns:
-            table.add_row(start.entry, "failed", *["–"] * (len(columns) - 2))
+            state = "failed" if start.entry in result.failures else "not run"  # interrupted before
+            table.add_row(start.entry, state, *["–"] * (len(columns) - 2))
             continue
         speeds = [turn.seconds if workload.first_token_only else workload.num_output / turn.seconds for turn in turns]
         ratios = [result.ratios(name, start.entry, workload.name) for name in ours]
