@@ -101,6 +101,10 @@ def _frozen_heap() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _few_torch_threads() -> Iterator[None]:
     """A module that uses torch has imported it by now; the others do not pay for it."""
-    if "torch" in sys.modules:
-        importlib.import_module("torch").set_num_threads(TORCH_THREADS)
-    yield
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "torch" in sys.modules:
+            importlib.import_module("torch").set_num_threads(TORCH_THREADS)
+        if "quire.kernels.select" in sys.modules:
+            cores = importlib.import_module("quire.kernels.cpu.usable_cores").UsableCores(TORCH_THREADS, "a test")
+            monkeypatch.setattr("quire.kernels.select.usable_cores", lambda: cores)
+        yield

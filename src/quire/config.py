@@ -182,7 +182,8 @@ class EngineConfig:
     )  # fmt: skip
     regime: str | None = _choice("--regime", None, REGIMES, "For experiments: batching techniques of earlier engines.")
     seed: int = _integer(None, 0, -(2**63) + 1, 2**63 - 1, "Base of the random numbers of requests without a seed.")
-    threads: int | None = _integer("--threads", None, 1, 4096, "CPU threads.")
+    threads: int | None = _integer("--threads", None, 1, 1023,
+                                   "CPU threads. Default: one for each fast core, within the CPU quota.")  # fmt: skip
     tenant_weights: Mapping[str, float] = field(
         default_factory=dict,
         metadata={"setting": Setting("mapping", "Weight of a tenant in fair scheduling; 1 if not given.")},

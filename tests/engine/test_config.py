@@ -244,7 +244,7 @@ def test_dtypes_follow_the_machine():
         ("max_num_seqs", [0, 65537, 1.0, True]),
         ("max_num_batched_tokens", [0, 2**20 + 1, "x"]),
         ("run_ahead", [-1, 3, 1.0, True, "1"]),
-        ("threads", [0, 4097, "2"]),
+        ("threads", [0, 1024, "2"]),
         ("enable_prefix_caching", [None, 0, 1, "yes"]),
         ("host_kv_memory", [-1, None, 1.5, "auto", True]),
         ("overcommit", ["always", None, 1, ["never"]]),

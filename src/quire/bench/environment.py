@@ -18,6 +18,7 @@ import torch
 
 from quire.engine.build import BuiltEngine
 from quire.engine.machine import cpu_features, num_cores
+from quire.kernels.cpu.usable_cores import usable_cores
 from quire.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy")  # those that change figures
@@ -54,7 +55,7 @@ def machine(device: str) -> Facts:
         "cpu": _cpu_name(),
         "cpu_features": cpu_features(),
         "cores": num_cores(),
-        "threads": torch.get_num_threads(),
+        "usable_cores": usable_cores().num_threads,  # threads, where none are given
         "load": os.getloadavg()[0],
     }
     if device == "cuda":

@@ -15,12 +15,15 @@ from quire.bench.transformers_baseline import EngineComparison, as_llama, compar
 from quire.cli.console import err, out
 from quire.cli.load_model import start
 from quire.engine.build import weights_of
+from quire.kernels.cpu.usable_cores import usable_cores
 from quire.llm import LLM
 from quire.version import __version__
 
 
 def compare_transformers(model: str | None, given: Mapping[str, object]) -> None:
     built = start(model, given, report=True)
+    # quire's kernels have threads of their own and leave one to torch: the baseline gets as many as quire has.
+    torch.set_num_threads(int(str(given["threads"] or usable_cores().num_threads)))
     dtype = torch.bfloat16 if given["dtype"] == "bfloat16" else torch.float32
     baseline = as_llama(built.checkpoint.spec, weights_of(built.checkpoint, dtype), dtype)
     comparisons = compare_with_transformers(

@@ -19,6 +19,7 @@ from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.cpu.native_build import compiler
 from quire.kernels.cpu.native_library import faster_variants, load_native, why_not_native
+from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 
@@ -53,14 +54,14 @@ def examine() -> list[Finding]:
     device = pick_device("auto")
     machine = inspect(device)
     dtype = resolve_dtype(EngineConfig(), machine)
-    num_threads = torch.get_num_threads()  # before kernels with threads of their own take torch's away
     kernels = select_kernels(device.type, USUAL_NEEDS)
+    cores = usable_cores()
     return [
         Finding("quire", f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
         Finding("torch", str(torch.__version__)),
         _gpu(),
         Finding("device", f"{device.type}: {', '.join(cpu_features()) or 'no known instruction sets'}"),
-        Finding("threads", f"{num_threads} of {machine.num_cores} cores"),
+        Finding("threads", f"{cores.num_threads} ({cores.reason}); --threads N for another number"),
         Finding("memory", f"{size(machine.free_bytes)} available"),
         Finding(
             "dtype",

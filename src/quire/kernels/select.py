@@ -19,6 +19,7 @@ from quire.kernels.attention_backends import (
 from quire.kernels.cpu.native_kernels import MAX_HEAD_DIM, NativeKernels
 from quire.kernels.cpu.native_library import STORED_ENCODINGS, load_native, why_not_native
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.cpu.usable_cores import UsableCores, usable_cores
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
 from quire.kernels.interface import Kernels, Precompiling
 from quire.kernels.reference import ReferenceKernels
@@ -38,12 +39,16 @@ class KernelChoice(NamedTuple):
 
 
 def select_kernels(
-    name: str, needs: AttentionNeeds | None = None, backend: str = "auto", quantization: str | None = None
+    name: str,
+    needs: AttentionNeeds | None = None,
+    backend: str = "auto",
+    quantization: str | None = None,
+    threads: int | None = None,
 ) -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
-    `quantization`: "int8" or "int4", of weights that are stored wider.
+    `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU; None: see `usable_cores`.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -52,7 +57,9 @@ def select_kernels(
             param="attention_backend",
         )
     if name == "cpu":
-        return _cpu_choice(quantization, needs)
+        return _cpu_choice(
+            quantization, needs, usable_cores() if threads is None else UsableCores(threads, "--threads")
+        )
     if quantization is not None:
         raise ConfigError(
             f"quantization={quantization} is for CPUs; on a GPU weights are bfloat16 or float16. Omit --quantization, "
@@ -66,17 +73,16 @@ def select_kernels(
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
-def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None) -> KernelChoice:
+def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None, cores: UsableCores) -> KernelChoice:
     library = load_native()
     why_not = why_not_native() if library is None else ""
     if needs is not None and needs.dim > MAX_HEAD_DIM:
         library, why_not = None, f"heads of {needs.dim} numbers are wider than {MAX_HEAD_DIM}"
     if library is not None:
-        num_threads = torch.get_num_threads()
-        kernels = NativeKernels(library, num_threads, quantization)
+        kernels = NativeKernels(library, cores.num_threads, quantization)
         # What is left to torch is small, and its own threads would spin while they wait.
         torch.set_num_threads(1)
-        reason = f"the device is the CPU: native kernels for {library.name}, {num_threads} threads"
+        reason = f"the device is the CPU: native kernels for {library.name}, {_describe_threads(cores)}"
         return KernelChoice(kernels, reason, stored_encodings=STORED_ENCODINGS)
     if quantization is not None:
         raise ConfigError(
@@ -84,7 +90,15 @@ def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None) -> Kerne
             f"Omit --quantization.",
             param="quantization",
         )
-    return KernelChoice(TorchCpuKernels(), f"the device is the CPU: torch alone, slow; no native kernels: {why_not}")
+    torch.set_num_threads(cores.num_threads)
+    return KernelChoice(
+        TorchCpuKernels(),
+        f"the device is the CPU: torch alone, slow, {_describe_threads(cores)}; no native kernels: {why_not}",
+    )
+
+
+def _describe_threads(cores: UsableCores) -> str:
+    return f"{cores.num_threads} thread{'s' if cores.num_threads > 1 else ''} ({cores.reason})"
 
 
 def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
