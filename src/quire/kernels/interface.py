@@ -178,6 +178,11 @@ class LayerStack(Protocol):
         """A whole step of rows that decode greedily, which appends their tokens. Returns [5, rows] int64, as
         `FinishRows` does."""
 
+    def decode_logits(
+        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+    ) -> Tensor:
+        """A step of rows that decode, up to their logits: [rows, vocab] float32."""
+
 
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""

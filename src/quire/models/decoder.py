@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -106,7 +107,6 @@ class Decoder:
         self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._tables: DecoderTables | None = None
         order = {rope: index for index, rope in enumerate(self._ropes)}
         self._stack = kernels.stack(
             StackSpec(
@@ -185,16 +185,21 @@ class Decoder:
         return normed
 
     @property
-    def has_greedy_decode(self) -> bool:
+    def decodes_rows(self) -> bool:
         return self._stack is not None
 
     def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        assert self._stack is not None, "has_greedy_decode is false"
-        if self._tables is None:
-            ropes = tuple(table.columns for table in self._ropes.values())
-            cap = self._spec.final_softcap
-            self._tables = DecoderTables(self._table, self._embedding_scale, self._packed_head, cap, ropes)
-        return self._stack.decode_greedy(self._tables, rows, columns, ends, kv)
+        assert self._stack is not None, "decodes_rows is false"
+        return self._stack.decode_greedy(self._decoder_tables, rows, columns, ends, kv)
+
+    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        assert self._stack is not None, "decodes_rows is false"
+        return self._stack.decode_logits(self._decoder_tables, rows, columns, ends, kv)
+
+    @cached_property
+    def _decoder_tables(self) -> DecoderTables:
+        ropes = tuple(table.columns for table in self._ropes.values())
+        return DecoderTables(self._table, self._embedding_scale, self._packed_head, self._spec.final_softcap, ropes)
 
     def _add(self, x: Tensor | PartialSums, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
         """Close one half of a layer: its post norm if any, the residual addition, the next norm."""

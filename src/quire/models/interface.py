@@ -40,11 +40,14 @@ class Model(Protocol):
         tokens whose hidden states are returned, at least one; None: all. [n, hidden]."""
 
     @property
-    def has_greedy_decode(self) -> bool:
-        """Whether there is a `decode_greedy`."""
+    def decodes_rows(self) -> bool:
+        """Whether there are `decode_greedy` and `decode_logits`, which read the row table themselves."""
 
     def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
         """A whole step of rows that decode greedily, their tokens appended. [5, rows] int64, as `FinishRows`."""
+
+    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        """A step of rows that decode, up to their logits: [rows, vocab] float32."""
 
     def truncated(self) -> "Model":
         """A smaller model that launches every kernel variant of this one: for precompilation."""

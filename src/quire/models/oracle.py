@@ -31,11 +31,14 @@ class OracleModel:
         return self
 
     @property
-    def has_greedy_decode(self) -> bool:
+    def decodes_rows(self) -> bool:
         return False
 
     def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        raise NotImplementedError("has_greedy_decode is false")
+        raise NotImplementedError("decodes_rows is false")
+
+    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        raise NotImplementedError("decodes_rows is false")
 
     @property
     def kv_geometry(self) -> KvGeometry:

@@ -152,7 +152,7 @@ class ModelRunner:
             sampled = self._replay(decoding, plan.chunks, masks)
             if sampled is not None:
                 return PendingStep(plan.step, sampled)
-        sampled = self._decode_greedy(plan, decoding, masks)
+        sampled = self._decode_rows(plan, decoding, masks)
         if sampled is not None:
             return PendingStep(plan.step, sampled)
         batch = build_batch(self._rows, plan, decoding)
@@ -173,18 +173,21 @@ class ModelRunner:
             self._pools.add(batch.pooling, hidden),
         )
 
-    def _decode_greedy(self, plan: StepPlan, decoding: IntArray, masks: Masks | None) -> "SampledTokens | None":
-        """The whole step by the model itself, if it only decodes, greedily; None: it must be built."""
-        if not self._model.has_greedy_decode or plan.chunks or plan.num_padding or masks is not None:
+    def _decode_rows(self, plan: StepPlan, decoding: IntArray, masks: Masks | None) -> "SampledTokens | None":
+        """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
+        if not self._model.decodes_rows or plan.chunks or plan.num_padding or not len(decoding):
             return None
-        if not len(decoding) or self._sampler.features(decoding):
-            return None
-        for site in (FaultSite.FORWARD, FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
-            self._trip(site)
-        ends = self._sampler.end_columns
-        outcome = self._model.decode_greedy(decoding, self._rows.columns, ends, self._stores.device)
-        self._trip(FaultSite.LOGPROBS)
-        return SampledTokens(decoding, HostCopy(outcome), None)
+        self._trip(FaultSite.FORWARD)
+        rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
+        if masks is None and not self._sampler.features(decoding):
+            for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
+                self._trip(site)
+            outcome = self._model.decode_greedy(decoding, rows.columns, ends, kv)
+            self._trip(FaultSite.LOGPROBS)
+            return SampledTokens(decoding, HostCopy(outcome), None)
+        logits = self._model.decode_logits(decoding, rows.columns, ends, kv)
+        device_rows = upload(decoding.astype(np.int64), self.device)
+        return self._sample(logits, SamplingBatch(device_rows, decoding, rows.lengths[device_rows]), masks)
 
     def _replay(self, decoding: IntArray, chunks: tuple[Chunk, ...], masks: Masks | None) -> "SampledTokens | None":
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""

@@ -269,23 +269,43 @@ class NativeStack:
     def decode_greedy(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
     ) -> Tensor:
+        outcome = torch.empty(5, len(rows), dtype=torch.int64)
+        self._decode(tables, rows, columns, ends, kv, outcome.data_ptr(), None)
+        return outcome
+
+    def decode_logits(
+        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+    ) -> Tensor:
+        logits = torch.empty(len(rows), tables.head.shape[0])
+        self._decode(tables, rows, columns, ends, kv, None, logits.data_ptr())
+        return logits
+
+    def _decode(
+        self,
+        tables: DecoderTables,
+        rows: IntArray,
+        columns: RowColumns,
+        ends: EndColumns,
+        kv: Tensor,
+        outcome: int | None,
+        logits: int | None,
+    ) -> None:
         if self._tables is None:
             self._tables = _native_tables(tables)
         step = NativeStep()
         _set_store(step, kv)
-        outcome = torch.empty(5, len(rows), dtype=torch.int64)
-        places = np.ascontiguousarray(rows, np.int32)  # kept until the call returns
-        self._kernels._call.quire_decode_greedy(
+        rows = np.ascontiguousarray(rows, np.int32)
+        self._kernels._call.quire_decode(
             self._kernels.workspace,
             ctypes.byref(self._model),
             ctypes.byref(self._tables),
             ctypes.byref(_native_columns(columns, ends)),
             ctypes.byref(step),
-            places.ctypes.data,
+            rows.ctypes.data,
             len(rows),
-            outcome.data_ptr(),
+            outcome,
+            logits,
         )
-        return outcome
 
 
 def _native_columns(columns: RowColumns, ends: EndColumns) -> NativeRowColumns:

@@ -255,11 +255,11 @@ _FUNCTIONS = {
     "quire_norm": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)),
     "quire_gate": (None, (c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p)),
     "quire_forward": (None, (c_void_p, POINTER(NativeModel), POINTER(NativeStep), c_void_p, c_void_p)),
-    "quire_decode_greedy": (
+    "quire_decode": (
         None,
         (
             *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
-            *(c_void_p, c_int32, c_void_p),
+            *(c_void_p, c_int32, c_void_p, c_void_p),
         ),
     ),
     "quire_profile": (None, (c_void_p, POINTER(NativeProfile))),

@@ -1,5 +1,5 @@
 // The functions that Python calls. Pointers are to memory that the caller keeps.
-#include "greedy_decode.h"
+#include "decode_step.h"
 
 using namespace quire;
 
@@ -73,12 +73,14 @@ EXPORT void quire_forward(void* workspace, const Model* model, const Step* step,
     w.control.after(w.pool);
 }
 
-// A step of rows that decode greedily. step: place and strides of the KV store. outcome: [5, count].
-EXPORT void quire_decode_greedy(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
-                                const int32_t* rows, int32_t count, int64_t* outcome) {
+// A step of rows that decode. step: place and strides of the KV store. Either outcome, [5, count], or logits, [count, vocab].
+EXPORT void quire_decode(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
+                         const int32_t* rows, int32_t count, int64_t* outcome, float* logits) {
     auto& w = *static_cast<Workspace*>(workspace);
     w.control.before(w.pool);
-    GreedyDecode(w, *model, *tables, *columns).run(rows, count, *step, outcome);
+    DecodeStep decode(w, *model, *tables, *columns);
+    if (outcome) decode.run_greedy(rows, count, *step, outcome);
+    else decode.run_logits(rows, count, *step, logits);
     w.control.after(w.pool);
 }
 

@@ -1,4 +1,5 @@
-// One step in which rows decode greedily, in one call: inputs from the row table, layers, logits, tokens, ends.
+// One step in which rows decode, in one call: inputs from the row table, layers and logits; where rows are greedy, their
+// tokens and ends too.
 #pragma once
 #include "decoder.h"
 
@@ -55,18 +56,36 @@ static inline float highest_of(const float* x, int count, int64_t& index) {
     return best;
 }
 
-// Rows that are not alive are left out. outcome: [5, count]: token, alive before, finite, stop, length.
-class GreedyDecode {
+// Rows that are not alive are left out.
+class DecodeStep {
 public:
-    GreedyDecode(Workspace& workspace, const Model& model, const Tables& tables, const RowColumns& columns)
+    DecodeStep(Workspace& workspace, const Model& model, const Tables& tables, const RowColumns& columns)
         : w_(workspace), model_(model), tables_(tables), columns_(columns) {}
 
-    // rows: [count]; step: the place and the strides of the KV store; the rest is filled here.
-    void run(const int32_t* rows, int count, Step step, int64_t* outcome) {
+    // rows: [count]; step: the place and the strides of the KV store; the rest is filled here. Rows get their likeliest
+    // token. outcome: [5, count]: token, alive before, finite, stop, length.
+    void run_greedy(const int32_t* rows, int count, const Step& step, int64_t* outcome) {
         std::fill(outcome, outcome + 5 * (int64_t)count, 0);
+        const float* logits = run(rows, count, step);
+        Timer timer(w_.profile.other);
+        for (size_t i = 0; i < places_.size(); i++) finish(rows[places_[i]], logits + i * tables_.vocab, outcome + places_[i], count);
+    }
+
+    // out: [count, vocab], zeros for rows that are not alive.
+    void run_logits(const int32_t* rows, int count, const Step& step, float* out) {
+        const float* logits = run(rows, count, step);
+        Timer timer(w_.profile.other);
+        if ((int)places_.size() < count) std::fill(out, out + (int64_t)count * tables_.vocab, 0.0f);
+        for (size_t i = 0; i < places_.size(); i++)
+            std::copy(logits + i * tables_.vocab, logits + (i + 1) * tables_.vocab, out + (int64_t)places_[i] * tables_.vocab);
+    }
+
+private:
+    // The logits of the rows that are alive.
+    const float* run(const int32_t* rows, int count, Step step) {
         for (int i = 0; i < count; i++)
             if (columns_.alive[rows[i]]) places_.push_back(i);
-        if (places_.empty()) return;
+        if (places_.empty()) return nullptr;
         const int n = (int)places_.size(), width = model_.hidden;
         float* residual = w_.embedded.floats((size_t)n * width);
         float* normed = w_.normed.floats((size_t)n * width);
@@ -79,10 +98,8 @@ public:
         }
         Timer timer(w_.profile.other);
         w_.each_token(n, [&](int64_t i) { cap(logits + i * tables_.vocab); });
-        for (int i = 0; i < n; i++) finish(rows[places_[i]], logits + (int64_t)i * tables_.vocab, outcome + places_[i], count);
+        return logits;
     }
-
-private:
     void build(const int32_t* rows, Step& step, float* residual) {
         const int n = (int)places_.size();
         slots_.resize(n);
