@@ -195,13 +195,27 @@ def test_a_group_starts_from_the_cache() -> None:
     assert all(bench.emitted[sequence.id] == oracle_output([*PROMPT, 500], 3, sequence.index) for sequence in sequences)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_found", "num_reserved"), [(8, 6, 1), (6, 5, 1)])
-def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
-    num_blocks: int, num_found: int, num_reserved: int
+@pytest.mark.parametrize("num_generated", range(1, 6))
+def test_a_group_that_just_fits_ends_although_its_prompt_is_computed_anew(num_generated: int) -> None:
+    """Prompt log-probabilities need the whole prompt again after a preemption: the cache has other blocks of it, which
+    a sibling must not begin with. It shares the leader's, or the group would need more blocks than there are."""
+    prompt = counting(1, 6)
+    bench = Bench(blocks=10, block_size=2, rows=2, oracle=True)
+    leader, sibling = bench.add_request(prompt, 6, RowSampling(num_prompt_logprobs=0), num_sequences=2)
+    while len(bench.emitted[leader.id]) < num_generated:
+        bench.turn()
+    bench.scheduler.withdraw_all()
+    bench.run()
+    assert [bench.emitted[each.id] for each in (leader, sibling)] == [oracle_output(prompt, 6, i) for i in range(2)]
+
+
+@pytest.mark.parametrize(("is_cached", "num_found"), [(True, 6), (False, 5)])
+def test_a_sibling_begins_with_its_past_behind_the_leaders_prompt_and_else_with_the_prompt(
+    is_cached: bool, num_found: int
 ) -> None:
-    """Another left the whole prompt in the cache, in three blocks; the leader holds three of its own. For its seven
-    tokens the sibling reserved two beyond the prompt's shared two; in the cache it finds three."""
-    kv, rows = KVManager(num_blocks, 2, 3), RowAllocator(3)
+    """Another left the whole prompt in the cache, in three blocks; the leader holds those, or three of its own. For its
+    seven tokens the sibling reserved two beyond the prompt's shared two; in the cache it finds three."""
+    kv, rows = KVManager(8, 2, 3), RowAllocator(3)
     prompt = np.array(PROMPT[:6], np.int32)
     group = RequestGroup(Request(RequestId(1), prompt, 4, RowSampling(), 2), 0, 0.0)
     leader, sibling = group.sequences
@@ -209,16 +223,19 @@ def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
     for sequence in (leader, sibling):
         rows.assign(sequence, rows.take_row(), 0, 0)
     assert leader.row is not None and sibling.row is not None
-    for row, owner in ((Row(2), BlockOwner(RequestId(2), "", 0)), (leader.row, leader.group.owner)):
-        kv.open(row, owner, None, 3)
-        kv.grow_to(row, 6, owner.request)
-        kv.commit(row, owner, prompt)
-    kv.close(Row(2), BlockOwner(RequestId(2), "", 0), prompt)
+    other, owner = BlockOwner(RequestId(2), "", 0), group.owner
+    kv.open(Row(2), other, None, 3)
+    kv.grow_to(Row(2), 6, other.request)
+    kv.commit(Row(2), other, prompt)
+    kv.open(leader.row, owner, kv.match(owner, prompt, 6) if is_cached else None, 0 if is_cached else 3)
+    kv.grow_to(leader.row, 6, owner.request)
+    kv.commit(leader.row, owner, prompt)
+    kv.close(Row(2), other, prompt)
     kv.reserve(sibling.row, 2)
     leader.num_computed = 6
     forks = SiblingForks(kv, rows)
     forks.wait_for_prompt(leader, (sibling,))
     assert forks.fork(leader) == (sibling,)
-    assert (sibling.num_computed, int(kv.tables.reserved[sibling.row])) == (num_found, num_reserved)
-    assert (kv.tables.of(sibling.row)[:2] == kv.tables.of(leader.row)[:2]).all() == (num_found == 5)
+    assert (sibling.num_computed, int(kv.tables.reserved[sibling.row])) == (num_found, 1)
+    assert (kv.tables.of(sibling.row)[:2] == kv.tables.of(leader.row)[:2]).all()
     kv.audit()

@@ -7,6 +7,8 @@ reservations from admission on.
 
 import logging
 
+import numpy as np
+
 from quire.core.ids import SequenceId
 from quire.core.request import RequestGroup, Sequence, SequenceState
 from quire.kv.manager import KVManager, count_blocks
@@ -51,16 +53,19 @@ class SiblingForks:
         return failed
 
     def _begin(self, leader: Sequence, sibling: Sequence) -> int:
-        """Share its own tokens if the tree still has them, else the leader's prompt; the number of positions shared."""
+        """Share its own tokens if the tree still has them behind the leader's prompt, else the prompt alone; the number
+        of positions shared. With another copy of the prompt, the group could need more blocks than there are."""
         assert leader.row is not None and sibling.row is not None, sibling
         num_shared = len(leader.request.prompt) - 1
         owner = sibling.group.owner
         if sibling.num_tokens > len(sibling.request.prompt):
             match = self._kv.match(owner, sibling.tokens, sibling.num_tokens - 1)
-            if match is not None and self._kv.num_found(match) > num_shared:
+            num_full = num_shared // self._kv.block_size
+            prompt_blocks = self._kv.tables.of(leader.row)[:num_full]
+            longer = match is not None and self._kv.num_found(match) > num_shared
+            if match is not None and longer and np.array_equal(match.blocks[:num_full], prompt_blocks):
                 reserved = int(self._kv.tables.reserved[sibling.row])
-                num_shared_full = num_shared // self._kv.block_size
-                num_more = reserved + num_shared_full - len(match.blocks)
+                num_more = reserved + num_full - len(match.blocks)
                 self._kv.reserve(sibling.row, -reserved)
                 if self._kv.fits(match, num_more):
                     return self._kv.open(sibling.row, owner, match, num_more)
