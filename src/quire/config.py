@@ -472,6 +472,17 @@ def _resolve_host_blocks(config: EngineConfig, block_bytes: int) -> int:
     return config.host_kv_memory // block_bytes
 
 
+def check_length(config: EngineConfig, spec: ModelSpec) -> None:
+    """Needs no machine: a model that is opened is checked before it is loaded."""
+    requested = config.max_model_len
+    if requested is not None and requested > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len is {requested}, but the model supports {spec.max_positions} positions. "
+            f"Use --max-model-len {spec.max_positions} or less.",
+            param="max_model_len",
+        )
+
+
 def _resolve_length(
     config: EngineConfig, spec: ModelSpec, pool_tokens: int, kv_bytes_per_token: int, reasons: dict[str, str]
 ) -> int:
@@ -486,12 +497,7 @@ def _resolve_length(
     if requested is None:
         reasons["max_model_len"] = "the model" if spec.max_positions <= pool_tokens + 1 else "what the KV cache holds"
         return min(spec.max_positions, pool_tokens + 1)
-    if requested > spec.max_positions:
-        raise ConfigError(
-            f"max_model_len is {requested}, but the model supports {spec.max_positions} positions. "
-            f"Use --max-model-len {spec.max_positions} or less.",
-            param="max_model_len",
-        )
+    check_length(config, spec)
     if requested > pool_tokens + 1:  # the last token is never computed
         enough = -(-(requested - 1) // config.block_size) * config.block_size * kv_bytes_per_token
         raise ConfigError(

@@ -16,7 +16,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "version.py": "read by the build and by every layer",
     "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
     "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
-    "cli/load_model.py": "loads torch; shared by run, chat and bench",
     "core/fault_injection.py": "imported by both halves",
     "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",

@@ -92,10 +92,13 @@ def throughput(
     model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
 ) -> None:
     """Offline throughput: all requests at once, answers of forced lengths, greedy by default."""
+    from quire.cli.load_model import open_named
+
+    opened = open_named(model, given)
     with loading_status():
         from quire.cli.bench_engine import throughput as work
 
-    work(model, workloads, WorkloadSlice(requests, scale), given)
+    work(opened, workloads, WorkloadSlice(requests, scale), given)
 
 
 @click.command()
@@ -104,10 +107,13 @@ def throughput(
 @measured_engine_options
 def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
     """Latency of a closed batch: time per token, time to first token, inter-token latency."""
+    from quire.cli.load_model import open_named
+
+    opened = open_named(model, given)
     with loading_status():
         from quire.cli.bench_engine import latency as work
 
-    work(model, workloads, WorkloadSlice(requests, scale), given)
+    work(opened, workloads, WorkloadSlice(requests, scale), given)
 
 
 @click.command()
@@ -120,10 +126,13 @@ def latency(model: str | None, workloads: tuple[str, ...], requests: int | None,
 @measured_engine_options
 def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
     """Time from process start to the first token of a server, with and without cached compiled kernels."""
+    from quire.cli.load_model import open_named
+
+    config = open_named(model, given).config
     with loading_status():
         from quire.cli.bench_engine import startup as work
 
-    work(model, repeats, batch, as_json, given)
+    work(config, repeats, batch, as_json)
 
 
 @click.command()

@@ -19,8 +19,8 @@ from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
-from quire.cli.load_model import headline, start
-from quire.cli.options import engine_config
+from quire.cli.load_model import NamedModel, headline, start
+from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import BuiltEngine
 from quire.engine.machine import pick_device
@@ -30,19 +30,19 @@ from quire.version import __version__
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "prompt_logprobs")
 
 
-def throughput(model: str | None, workloads: Many[str], part: WorkloadSlice, given: Mapping[str, object]) -> None:
+def throughput(model: NamedModel, workloads: Many[str], part: WorkloadSlice, given: Mapping[str, object]) -> None:
     columns = ("workload", "requests", "tokens in", "tokens out", "seconds (each repeat)", "tokens out/s", "GPU busy")
     _show(model, workloads, part, given, columns, _throughput_row, report.throughput)
 
 
-def latency(model: str | None, workloads: Many[str], part: WorkloadSlice, given: Mapping[str, object]) -> None:
+def latency(model: NamedModel, workloads: Many[str], part: WorkloadSlice, given: Mapping[str, object]) -> None:
     columns = ("workload", "ms per token", "first token, ms: p50", "p99", "gaps, ms: p50", "p90", "p99", "max",
                "GPU busy in decode")  # fmt: skip
     _show(model, workloads, part, given, columns, _latency_row, report.latency)
 
 
 def _show(
-    model: str | None,
+    model: NamedModel,
     workloads: Many[str],
     part: WorkloadSlice,
     given: Mapping[str, object],
@@ -54,7 +54,7 @@ def _show(
     sampling = SamplingParams(**requested)  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
-    built = start(model, given, report=True, observe=observer.wrap)
+    built = start(model, report=True, observe=observer.wrap)
     measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
     if given["as_json"]:
         facts = {"model": built.name, "sampling": requested, "settings": settings(built),
@@ -170,13 +170,12 @@ def _cells(figure: KernelFigure, compared: bool) -> list[str]:
 _CACHES = ("cold", "warm")
 
 
-def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
-    config = engine_config(model, given)
+def startup(config: EngineConfig, repeats: int, batch: bool, as_json: bool) -> None:
     starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
     if as_json:
         plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
         facts = environment(sys.argv[1:], pick_device(config.device).type)
-        print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
+        print(json.dumps({"bench": "startup", "model": config.model, "batch": batch, "starts": plain, **facts}))
         return
     out.print(_startup_table(starts, headline(config)))
     out.print("Medians, in seconds. Cold: no compiled kernels; files that were read before are in memory in both.")

@@ -13,15 +13,15 @@ from rich.table import Table
 
 from quire.bench.transformers_baseline import EngineComparison, as_llama, compare_with_transformers
 from quire.cli.console import err, out
-from quire.cli.load_model import start
+from quire.cli.load_model import NamedModel, start
 from quire.engine.build import weights_of
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.llm import LLM
 from quire.version import __version__
 
 
-def compare_transformers(model: str | None, given: Mapping[str, object]) -> None:
-    built = start(model, given, report=True)
+def compare_transformers(model: NamedModel, given: Mapping[str, object]) -> None:
+    built = start(model, report=True)
     # quire's kernels have threads of their own and leave one to torch: the baseline gets as many as quire has.
     torch.set_num_threads(int(str(given["threads"] or usable_cores().num_threads)))
     dtype = torch.bfloat16 if given["dtype"] == "bfloat16" else torch.float32

@@ -13,13 +13,12 @@ from types import FrameType
 from typing import NamedTuple
 
 from quire.cli.console import err
-from quire.cli.load_model import start
+from quire.cli.load_model import NamedModel, start
 from quire.cli.options import sampling_params
 from quire.core.errors import ContextLengthExceeded, NeverFits, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.output_processor import Prompt
 from quire.engine.outputs import failure_of
-from quire.formats.checkpoint import GenerationDefaults
 from quire.llm import LLM
 from quire.text.tokenizer import check_text
 
@@ -131,9 +130,8 @@ class ChatSession:
             self._messages.pop()
 
 
-def chat(model: str | None, given: Mapping[str, object]) -> None:
-    sampling_params(given, GenerationDefaults())  # refuses an invalid parameter before a model is loaded
-    llm = LLM.over(start(model, given, report=True))
+def chat(model: NamedModel, given: Mapping[str, object]) -> None:
+    llm = LLM.over(start(model, report=True))
     llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model without a chat template is refused now
     params = sampling_params(given, llm.built.checkpoint.defaults)
     system = given["system"]
@@ -189,12 +187,11 @@ def _read() -> str:
 _INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
-def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
+def run(model: NamedModel, prompt: str, given: Mapping[str, object]) -> int:
     """The exit status."""
-    sampling_params(given, GenerationDefaults())  # an invalid parameter or prompt is refused before a model is loaded
     text = _from_stdin() if prompt == "-" else prompt
     check_text(text)
-    llm = LLM.over(start(model, given, report=bool(given["verbose"])))
+    llm = LLM.over(start(model, report=bool(given["verbose"])))
     params = sampling_params(given, llm.built.checkpoint.defaults)
     reply = print_reply(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
     print()

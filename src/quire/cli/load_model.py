@@ -1,38 +1,56 @@
-"""Loads a model for a command, with its phases on stderr. A separate file: it imports torch."""
+"""Opens a model for a command, then loads it, with its phases on stderr.
+
+A wrong name, path or setting is refused before torch is imported: `open_named` needs none, and `start` imports it.
+"""
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import err, progress_bars
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
 from quire.core.step import Runner
-from quire.engine.build import BuiltEngine, build
-from quire.engine.machine import cpu_features, inspect, pick_device
+from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupPhase, StartupReporter
 from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.engine.build import BuiltEngine
 
 _SHOWN_FEATURES = {"avx512f": "AVX-512", "amx_bf16": "AMX", "avx2": "AVX2"}
 
 
-def start(
-    model: str | None,
-    given: Mapping[str, object],
-    *,
-    report: bool,
-    observe: Callable[[Runner], Runner] = lambda runner: runner,
-) -> BuiltEngine:
-    """The engine. With `report`, a line per phase; a progress bar on a terminal in any case."""
+class NamedModel(NamedTuple):
+    """The settings of a command, and the model that they name."""
+
+    config: EngineConfig
+    opened: OpenedModel
+
+
+def open_named(model: str | None, given: Mapping[str, object]) -> NamedModel:
+    """Checks the settings and opens the model's files; fetches them if they are not here."""
     config = engine_config(model, given)
-    if report:
-        err.print(headline(config))
     with progress_bars() as bars:
-        return build(
-            config, StartupReporter(bars.fetched, bars.loaded, _show_phase if report else lambda phase: None), observe
-        )
+        return NamedModel(config, open_model(config, bars.fetched))
+
+
+def start(
+    model: NamedModel, *, report: bool, observe: Callable[[Runner], Runner] = lambda runner: runner
+) -> "BuiltEngine":
+    """The engine. With `report`, a line per phase; a progress bar on a terminal in any case."""
+    from quire.engine.build import build
+
+    if report:
+        err.print(headline(model.config))
+    with progress_bars() as bars:
+        reporter = StartupReporter(bars.fetched, bars.loaded, _show_phase if report else lambda phase: None)
+        return build(model.config, reporter, observe, opened=model.opened)
 
 
 def headline(config: EngineConfig) -> str:
+    from quire.engine.machine import cpu_features, inspect, pick_device
+
     machine = inspect(pick_device(config.device))
     features = [name for flag, name in _SHOWN_FEATURES.items() if flag in cpu_features()]
     where = machine.device.upper()

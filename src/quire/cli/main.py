@@ -13,6 +13,7 @@ from quire.cli.options import (
     FiniteRange,
     batch_options,
     check_packages,
+    check_sampling,
     engine_options,
     hub_options,
     integer_list,
@@ -102,10 +103,15 @@ def run(words: tuple[str, ...], **given: object) -> None:
         raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
     if len(words) == 1 and short_name(words[0]):
         raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
+    model, prompt = words if len(words) == 2 else (None, words[0])
+    check_sampling(given)
+    from quire.cli.load_model import open_named  # before torch: a wrong name is answered at once
+
+    opened = open_named(model, given)
     with loading_status():
         from quire.cli.chat import run as work
-    model, prompt = words if len(words) == 2 else (None, words[0])
-    raise SystemExit(work(model, prompt, given))
+
+    raise SystemExit(work(opened, prompt, given))
 
 
 @app.command()
@@ -116,10 +122,14 @@ def run(words: tuple[str, ...], **given: object) -> None:
 @engine_options
 def chat(model: str | None, **given: object) -> None:
     """Chat with a model in the terminal."""
+    check_sampling(given)
+    from quire.cli.load_model import open_named  # before torch: a wrong name is answered at once
+
+    opened = open_named(model, given)
     with loading_status():
         from quire.cli.chat import chat as work
 
-    work(model, given)
+    work(opened, given)
 
 
 @app.command()
@@ -255,10 +265,13 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def bench_transformers(model: str | None, **given: object) -> None:
     """Compare with transformers' generate on the same weights, interleaved, in one process."""
+    from quire.cli.load_model import open_named
+
+    opened = open_named(model, given)
     with loading_status():
         from quire.cli.bench_transformers import compare_transformers as work
 
-    work(model, given)
+    work(opened, given)
 
 
 @bench.command("serve")

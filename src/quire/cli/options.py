@@ -200,6 +200,11 @@ def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefau
     return SamplingParams(**params)  # type: ignore[arg-type]  # SamplingParams checks each
 
 
+def check_sampling(given: Mapping[str, object]) -> None:
+    """Refuses an invalid parameter before a model is loaded."""
+    sampling_params(given, GenerationDefaults())
+
+
 def check_packages(needed_by: str, extra: str, *names: str) -> None:
     """Refuse if packages of an optional extra are missing."""
     missing = [name for name in names if not _is_installed(name)]

@@ -115,24 +115,24 @@ def build(
     observe: Callable[[Runner], Runner] = lambda runner: runner,
     *,
     serving: bool = False,
+    opened: OpenedModel | None = None,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
     A benchmark may put an observer around the runner. With `serving`, prefill is limited by the ITL target; offline,
-    prompts are computed as fast as possible.
+    prompts are computed as fast as possible. `opened`: the model of `config`, if it was found before.
     """
     reporter = reporter or StartupReporter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     precompilation = _start_precompilation(device, reporter)
-    opened = open_model(config, reporter.fetching)
+    opened = opened or open_model(config, reporter.fetching)
     name, checkpoint, tokenizer = opened
     dtype = resolve_dtype(config, inspect(device))
     _check_dtype(config, checkpoint, dtype)
     spec = checkpoint.spec
     reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
-
     choice = _kernels(config, spec, _DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
     to_preload = grammars if serving else None

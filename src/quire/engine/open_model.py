@@ -6,7 +6,7 @@ from typing import NamedTuple
 from quire.catalog.locate import locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report, ignore
-from quire.config import EngineConfig
+from quire.config import EngineConfig, check_length
 from quire.core.errors import BrokenModelFile, InvalidParameter, ModelNotFound
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
@@ -48,6 +48,7 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
 def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
     """Find the model, and fetch it if it must be."""
     name, checkpoint = _find(config, fetching)
+    check_length(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
     return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
 

@@ -1,0 +1,97 @@
+"""A wrong model, path or parameter is answered in one sentence by a process that cannot import torch."""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests import children
+
+CODE = """
+import contextlib, io, json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ImportError("torch is imported")
+
+sys.meta_path.insert(0, Blocked())
+from quire.cli.main import main
+
+answers = []
+for arguments in json.load(sys.stdin):
+    sys.argv, status, said = ["quire", *arguments], None, io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+        except ImportError as error:
+            said.write(f"ImportError: {error}")
+    answers.append((status, said.getvalue()))
+print(json.dumps(answers))
+"""
+
+MISTAKES = {
+    "run nosuchmodel hi": "There is no model 'nosuchmodel'",
+    "run --model nosuchmodel": "The model goes without --model",
+    "run ./nowhere.gguf hi": "There is no file or folder ./nowhere.gguf",
+    "run EMPTY hi": "config.json",
+    "run CUT hi": "is damaged",
+    "run hi --temperature 999": "temperature must be a number",
+    "run hi --max-tokens 0": "max_tokens must be a whole number",
+    "run hi --threads 0": "threads must be a whole number",
+    "run hi --quantization int7": "'int7' is not one of",
+    "run hi --max-model-len 16777215": "but the model supports 8192 positions",
+    "run smollm3 hi --load-format dummy": "smollm3",
+    "chat nosuchmodel": "There is no model 'nosuchmodel'",
+    "chat CUT": "is damaged",
+    "serve nosuchmodel --port 0": "There is no model 'nosuchmodel'",
+    "serve EMPTY --port 0": "config.json",
+    "serve CUT --port 0": "is damaged",
+    "serve --quantization int7": "'int7' is not one of",
+    "serve --dtype int8": "'int8' is not one of",
+    "serve --port 0 --max-model-len 16777215": "but the model supports 8192 positions",
+    "bench latency --model nosuchmodel": "There is no model 'nosuchmodel'",
+    "bench throughput --model CUT": "is damaged",
+    "bench startup --model EMPTY": "config.json",
+}
+
+
+class Answer(NamedTuple):
+    status: int | None
+    text: str
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> dict[str, Answer]:
+    """Every mistake in one process: none of them may have imported torch for the next."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "empty").mkdir()
+    with default_model_path.open("rb") as file:
+        (folder / "cut.gguf").write_bytes(file.read(100_000))
+    places = {"EMPTY": str(folder / "empty"), "CUT": str(folder / "cut.gguf")}
+    lines = [[places.get(word, word) for word in line.split()] for line in MISTAKES]
+    command = [sys.executable, "-c", CODE]
+    ended = children.run(command, input=json.dumps(lines), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    return {line: Answer(*answer) for line, answer in zip(MISTAKES, found, strict=True)}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_answered_without_torch(line: str, answers: dict[str, Answer]) -> None:
+    answer = answers[line]
+    assert MISTAKES[line] in answer.text
+    assert (answer.status, "Traceback" in answer.text) == (2, False)
+
+
+def test_a_right_command_does_import_torch(default_model_path: Path) -> None:
+    """Else the other test would pass because nothing is imported at all."""
+    ended = children.run(
+        [sys.executable, "-c", CODE], input='[["run", "hi"]]', capture_output=True, text=True, check=False
+    )
+    [(status, text)] = json.loads(ended.stdout.splitlines()[-1])
+    assert (status, text) == (None, "ImportError: torch is imported")
