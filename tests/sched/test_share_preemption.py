@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.request import Sequence, SequenceState
+from quire.core.step import FinishReason
 from quire.sched.policy import STATIC, Policy
 from quire.sched.queue import OrderPolicy
 from tests.sched.stepping import OPTIMISTIC, Bench, counting, oracle_output
@@ -105,6 +106,38 @@ def test_only_the_tenant_above_its_share_gives_and_the_least_lost_work_goes() ->
     assert quiet.row is not None
     assert [s.group.num_preemptions for s in (*modest, *long)] == [0, 0, 0, 0]
     assert sorted(s.group.num_preemptions for s in short) == [0, 1]
+
+
+def test_a_row_is_taken_that_frees_enough_blocks() -> None:
+    """The flood can spare one row of three. The one with the least to lose frees one block too few: the other goes."""
+    bench = Bench(blocks=14, block_size=4, rows=4, policy=policy_of(), budget=200)
+    large, small = bench.add(counting(1, 18), 12, tenant="flood"), bench.add(counting(300, 10), 12, tenant="flood")
+    older = bench.add(counting(500, 10), 12, tenant="flood")
+    bench.turns(2)
+    assert [len(bench.table(each)) for each in (large, small, older)] == [5, 3, 3]
+    quiet = bench.add(counting(700, 26), 3, tenant="quiet")  # 7 blocks, and three are free
+    bench.turn()
+    assert quiet.state is SequenceState.RUNNING
+    assert [each.group.num_preemptions for each in (large, small, older)] == [1, 0, 0]
+    bench.run()
+
+
+def test_a_search_is_repeated_when_a_waiting_request_needs_fewer_rows() -> None:
+    """Two of its three rows can be taken back; then one of its sequences is stopped. The others have been granted
+    blocks meanwhile, so that no fewer are missing than before."""
+    order = OrderPolicy(weights={"quiet": 3.0}, share_patience_s=0.0)
+    bench = Bench(blocks=400, rows=4, policy=policy_of(order, max_preemptions=1))
+    immune, other = flood(bench, 2), flood(bench, 2)
+    for sequence in immune:
+        sequence.group.num_preemptions = 1
+    bench.turns(2)
+    first, *others = bench.add_group([7], 3, 3, tenant="quiet")
+    bench.turns(6)
+    assert bench.num_preemptions == 0 and first.row is None
+    assert bench.scheduler.finish(others[0], FinishReason.STOP)
+    bench.turns(2)
+    assert first.state is SequenceState.RUNNING
+    assert [each.group.num_preemptions for each in (*immune, *other)] == [1, 1, 1, 1]
 
 
 def test_a_row_is_waited_for_before_it_is_taken() -> None:

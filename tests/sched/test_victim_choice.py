@@ -1,14 +1,27 @@
 """The choice of the preempted request, by hand."""
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import chain, combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.core.request import RequestGroup
-from quire.sched.preemption import PreemptionCandidate, choose_for_waiting, choose_victim
+from quire.sched.preemption import (
+    PreemptionCandidate,
+    PreemptionCandidates,
+    can_suffice,
+    choose_for_waiting,
+    choose_victim,
+)
 from tests.sched.waiting_groups import group
 
 
-def assigned(order: int, num_computed: int, priority: int = 0, num_rows: int = 1) -> PreemptionCandidate:
-    return PreemptionCandidate(group(order, priority=priority), num_rows, num_computed)
+def assigned(
+    order: int, num_computed: int, priority: int = 0, num_rows: int = 1, tenant: str = ""
+) -> PreemptionCandidate:
+    return PreemptionCandidate(group(order, priority=priority, tenant=tenant), num_rows, num_computed)
 
 
 def victim(
@@ -22,7 +35,10 @@ def for_class(some: list[PreemptionCandidate], num_rows: int, num_blocks: int, f
     def num_freed(one: RequestGroup) -> int:
         return freed[one.order]
 
-    return sorted(each.group.order for each in choose_for_waiting(some, num_rows, num_blocks, num_freed))
+    return sorted(
+        each.group.order
+        for each in choose_for_waiting(PreemptionCandidates(some, [], {}), num_rows, num_blocks, num_freed)
+    )
 
 
 def test_the_request_with_the_least_lost_work_is_preempted() -> None:
@@ -73,3 +89,69 @@ def test_no_victims_if_all_together_are_not_enough() -> None:
     assert for_class(some, 3, 0, {0: 1, 1: 5}) == []
     assert for_class(some, 1, 7, {0: 1, 1: 5}) == []
     assert for_class(some, 0, 0, {0: 1, 1: 5}) == []
+
+
+def test_of_a_tenant_with_one_row_to_spare_the_one_is_taken_that_frees_enough() -> None:
+    """The one with less to lose if it frees enough, else the other; never both."""
+    least, most = assigned(0, 1, tenant="x"), assigned(1, 2, tenant="x")
+    freed = {0: 2, 1: 3}
+    for num_blocks, chosen in ((2, (least,)), (3, (most,)), (4, ())):
+        victims = PreemptionCandidates([], [least, most], {"x": 1})
+        assert choose_for_waiting(victims, 1, num_blocks, lambda one: freed[one.order]) == chosen
+        assert can_suffice(victims, 1, num_blocks, lambda one: freed[one.order]) == bool(chosen)
+
+
+def test_a_search_among_groups_of_several_rows_is_not_given_up_for_good() -> None:
+    """Two rows can be spared. The group of two rows comes first by work and by blocks, and frees too few; the others
+    would do, and are found once the first has more to lose."""
+    others = [assigned(1, 5, tenant="x"), assigned(2, 6, tenant="x")]
+    freed = {0: 5, 1: 4, 2: 4}
+    for num_computed, chosen in ((1, []), (9, others)):
+        victims = PreemptionCandidates([], [assigned(0, num_computed, num_rows=2, tenant="x"), *others], {"x": 2})
+        assert list(choose_for_waiting(victims, 1, 8, lambda one: freed[one.order])) == chosen
+        assert can_suffice(victims, 1, 8, lambda one: freed[one.order])
+
+
+@st.composite
+def running(draw: st.DrawFn) -> tuple[PreemptionCandidates, dict[int, int]]:
+    """Groups of a lower class and of the same, and the blocks that each frees."""
+    num_spare = {"x": draw(st.integers(0, 4)), "y": draw(st.integers(0, 4))}
+    most_rows = draw(st.sampled_from([1, 3]))
+    lower, equal, freed = [], [], {}
+    for order in range(draw(st.integers(0, 7))):
+        tenant, priority = draw(st.sampled_from(["x", "y"])), draw(st.sampled_from([0, 0, 1]))
+        each = assigned(order, draw(st.integers(1, 9)), priority, draw(st.integers(1, most_rows)), tenant)
+        if priority:
+            lower.append(each)
+        elif each.num_rows <= num_spare[tenant]:
+            equal.append(each)
+        freed[order] = draw(st.integers(0, 5))
+    return PreemptionCandidates(lower, equal, num_spare), freed
+
+
+@given(running(), st.integers(0, 5), st.integers(0, 12))
+def test_victims_against_all_subsets(
+    drawn: tuple[PreemptionCandidates, dict[int, int]], num_rows: int, num_blocks: int
+) -> None:
+    """What is chosen leaves every tenant its share. Nothing is chosen only if no subset would do, but for groups of
+    several rows; and a search is given up for good only if none would do at all."""
+    victims, freed = drawn
+
+    def would_do(some: tuple[PreemptionCandidate, ...]) -> bool:
+        lost: Counter[str] = Counter()
+        for each in some:
+            lost[each.group.request.tenant] += each.num_rows if each in victims.equal else 0
+        within = all(lost[tenant] <= victims.num_spare[tenant] for tenant in lost)
+        enough = sum(freed[each.group.order] for each in some) >= num_blocks
+        return bool(some) and within and enough and sum(each.num_rows for each in some) >= num_rows
+
+    everything = [*victims.lower, *victims.equal]
+    subsets = chain.from_iterable(combinations(everything, count) for count in range(1, len(everything) + 1))
+    possible = any(would_do(some) for some in subsets)
+    chosen = choose_for_waiting(victims, num_rows, num_blocks, lambda one: freed[one.order])
+    assert not chosen or would_do(chosen)
+    if num_rows or num_blocks:  # else nothing is missing
+        alone = all(each.num_rows == 1 for each in victims.equal)
+        assert bool(chosen) == possible if alone else bool(chosen) <= possible
+        suffices = can_suffice(victims, num_rows, num_blocks, lambda one: freed[one.order])
+        assert suffices == possible if alone else suffices >= possible

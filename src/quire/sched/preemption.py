@@ -9,7 +9,8 @@ in turns. Rows that come free by themselves go to any tenant.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from quire.core.ids import RequestId
@@ -45,8 +46,69 @@ def choose_victim(
     return None
 
 
+class PreemptionCandidates(NamedTuple):
+    """What may be preempted for a waiting group."""
+
+    lower: list[PreemptionCandidate]  # of lower classes
+    equal: list[PreemptionCandidate]  # of its class, each no larger than what its tenant can spare
+    num_spare: dict[str, int]  # rows of the tenants of `equal` beyond their shares, if all `lower` are preempted
+
+
 def choose_for_waiting(
-    candidates: Iterable[PreemptionCandidate], num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
+    victims: PreemptionCandidates, num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
+) -> tuple[PreemptionCandidate, ...]:
+    """A minimal set that frees this many rows and blocks and leaves every tenant its share; empty if none is found.
+
+    Least lost work first. Where that frees too few blocks, the groups that free most: then a set is found if there is
+    one, unless groups of several rows are among them.
+    """
+    by_work = _within_spare(sorted(victims.equal, key=victim_key), victims.num_spare)
+    chosen = _minimal_set(victims.lower + by_work, num_rows, num_blocks, num_freed)
+    if chosen or len(by_work) == len(victims.equal):
+        return chosen
+    by_blocks = _within_spare(_most_blocks_first(victims, num_freed), victims.num_spare)
+    return _minimal_set(victims.lower + by_blocks, num_rows, num_blocks, num_freed)
+
+
+def can_suffice(
+    victims: PreemptionCandidates, num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
+) -> bool:
+    """Whether the victims might free this many rows and blocks, if each group of several rows counted as one.
+
+    Depends on no order, so a search that cannot succeed now cannot while the same groups have rows: each block granted
+    to one of them is a block fewer to free.
+    """
+    of_equal: Counter[str] = Counter()
+    for each in victims.equal:
+        of_equal[each.group.request.tenant] += each.num_rows
+    most_rows = sum(each.num_rows for each in victims.lower)
+    most_rows += sum(min(victims.num_spare[tenant], count) for tenant, count in of_equal.items())
+    if most_rows < num_rows:
+        return False
+    as_one = [each._replace(num_rows=1) for each in _most_blocks_first(victims, num_freed)]
+    most = victims.lower + _within_spare(as_one, victims.num_spare)
+    return sum(num_freed(each.group) for each in most) >= num_blocks
+
+
+def _most_blocks_first(
+    victims: PreemptionCandidates, num_freed: Callable[[RequestGroup], int]
+) -> list[PreemptionCandidate]:
+    return sorted(victims.equal, key=lambda each: (-num_freed(each.group), victim_key(each)))
+
+
+def _within_spare(some: list[PreemptionCandidate], num_spare: Mapping[str, int]) -> list[PreemptionCandidate]:
+    """The first ones that leave every tenant its share."""
+    num_left, kept = dict(num_spare), []
+    for each in some:
+        tenant = each.group.request.tenant
+        if each.num_rows <= num_left[tenant]:
+            num_left[tenant] -= each.num_rows
+            kept.append(each)
+    return kept
+
+
+def _minimal_set(
+    candidates: list[PreemptionCandidate], num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
 ) -> tuple[PreemptionCandidate, ...]:
     """A minimal set that frees this many rows and blocks; empty if all together do not."""
     chosen: list[PreemptionCandidate] = []
@@ -71,11 +133,12 @@ def choose_for_waiting(
 
 
 class _FailedSearch(NamedTuple):
-    """A search without result: it holds while the same groups have rows and the shortage is no smaller."""
+    """A search without result: it holds while the same groups have rows and no less is missing."""
 
     order: int
     rows: int  # its generation
     weight: float  # of the active tenants, if their shares count
+    missing_rows: int
     shortage: int
 
 
@@ -126,14 +189,14 @@ class Preemption:
         missing_rows = num_rows - rows.num_free
         if rows.releasing or (not below_share and missing_rows > rows.num_below(priority)):
             return False
-        search = _FailedSearch(
-            group.order, rows.generation, state.shares.active_weight if below_share else 0.0, shortage
-        )
+        weight = state.shares.active_weight if below_share else 0.0
+        search = _FailedSearch(group.order, rows.generation, weight, missing_rows, shortage)
         if self._failed_before(search):
             return False
-        victims = self._victims(priority, below_share=below_share)
-        chosen = choose_for_waiting(victims, missing_rows, shortage, state.num_freed) if victims else ()
-        self._failed_search = None if chosen else search
+        victims, num_freed = self._victims(priority, below_share=below_share), cache(state.num_freed)
+        chosen = choose_for_waiting(victims, missing_rows, shortage, num_freed)
+        found = chosen or can_suffice(victims, missing_rows, shortage, num_freed)
+        self._failed_search = None if found else search
         for each in chosen:
             if each.group.request.priority > priority:
                 state.counters.class_preemptions += 1
@@ -142,32 +205,32 @@ class Preemption:
             state.preempt(each.group, group.request.id)
         return bool(chosen)
 
-    def _victims(self, priority: int, *, below_share: bool) -> list[PreemptionCandidate]:
-        """What may be preempted together for a waiting group of this class."""
+    def _victims(self, priority: int, *, below_share: bool) -> PreemptionCandidates:
         free = [each for each in self._candidates() if self._is_preemptible(each.group)]
         lower = [each for each in free if each.group.request.priority > priority]
         if not below_share:
-            return lower
-        num_left: Counter[str] = Counter()  # rows that a tenant would lose, as negative numbers
+            return PreemptionCandidates(lower, [], {})
+        num_lower: Counter[str] = Counter()
         for each in lower:
-            num_left[each.group.request.tenant] -= each.num_rows
+            num_lower[each.group.request.tenant] += each.num_rows
         equal = [each for each in free if each.group.request.priority == priority]
-        spare = []
-        for each in sorted(equal, key=victim_key):
-            tenant = each.group.request.tenant
-            if self._state.rows.num_of(tenant) + num_left[tenant] - each.num_rows >= self._share(tenant):
-                num_left[tenant] -= each.num_rows
-                spare.append(each)
-        return lower + spare
+        num_spare = {
+            tenant: self._state.rows.num_of(tenant) - num_lower[tenant] - self._share(tenant)
+            for tenant in {each.group.request.tenant for each in equal}
+        }
+        return PreemptionCandidates(
+            lower, [each for each in equal if each.num_rows <= num_spare[each.group.request.tenant]], num_spare
+        )
 
     def _share(self, tenant: str) -> int:
         return self._state.shares.part(tenant, self._state.rows.max_rows)
 
     def _failed_before(self, search: _FailedSearch) -> bool:
-        """Whether the search would fail as last time. Rows that only continue to compute do not help: each block
-        granted to one of them is a block fewer to free."""
+        """Whether the search would fail as last time. Rows that only continue to compute do not help."""
         last = self._failed_search
-        return last is not None and last[:3] == search[:3] and search.shortage >= last.shortage
+        if last is None or last[:3] != search[:3]:
+            return False
+        return search.missing_rows >= last.missing_rows and search.shortage >= last.shortage
 
     def _is_preemptible(self, group: RequestGroup) -> bool:
         return group.num_preemptions < self._state.policy.max_preemptions

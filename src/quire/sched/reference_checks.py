@@ -192,7 +192,7 @@ class _CheckedPreemption(Preemption):
             (group,) = [group for group in self._state.groups.values() if group.order == search.order]
             victims = self._victims(group.request.priority, below_share=self._below_share)
             num_rows = len(group.unfinished) - self._state.rows.num_free
-            found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed) if victims else ()
+            found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed)
             assert not found, f"{group} waits, and {found} could be preempted for it"
         return failed
 
