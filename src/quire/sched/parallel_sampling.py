@@ -67,9 +67,7 @@ class SiblingForks:
                 reserved = int(self._kv.tables.reserved[sibling.row])
                 num_more = reserved + num_full - len(match.blocks)
                 self._kv.reserve(sibling.row, -reserved)
-                if self._kv.fits(match, num_more):
-                    return self._kv.open(sibling.row, owner, match, num_more)
-                self._kv.reserve(sibling.row, reserved)
+                return self._kv.open(sibling.row, owner, match, num_more)  # it fits: the leader holds the prompt
         self._kv.fork(leader.row, sibling.row, owner, leader.tokens[:num_shared])
         return num_shared
 
