@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -15,7 +16,7 @@ import click
 from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
 from quire.bench.workload import WorkloadSlice, find
-from quire.cli.options import FiniteRange, measured_engine_options
+from quire.cli.options import FiniteRange, engine_settings, measured_engine_options
 from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
 
@@ -24,6 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
 _DTYPES = ("bfloat16", "float16")
+_FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
@@ -165,6 +167,32 @@ def kernels(
     work(shape, steps, beside, as_json)
 
 
+@click.command()
+@_model_option
+@click.option("--ours", "settings", multiple=True, metavar="NAME=VALUE,…",
+              help="Settings of quire, such as quantization=int8; several times. Default: as the file stores the "
+              "weights, int8, int4, and bfloat16.")  # fmt: skip
+@click.option("--text", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
+              help="Text to read. Default: Python's help texts.")  # fmt: skip
+@click.option("--positions", type=click.IntRange(2, 1_000_000), default=1024, show_default=True, help="Tokens of it.")
+@click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Longest context.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def quality(
+    model: str | None, settings: tuple[str, ...], text: Path | None, positions: int, window: int, threads: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """What forms of the weights lose on a CPU: KL divergence and top-1 agreement with the file's weights in float32."""
+    from quire.cli.load_model import open_named
+
+    forms = {each: engine_settings(each) for each in settings or _FORMS}
+    opened = open_named(model, {"device": "cpu", "threads": threads})
+    with loading_status():
+        from quire.cli.bench_engine import quality as work
+
+    work(opened, forms, text, positions, window, as_json)
+
+
 @click.command("first-token", hidden=True)
 @click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
 @click.option("--batch", is_flag=True, help="As an engine for batches.")
@@ -282,4 +310,4 @@ def race(rival: list[str] | None, rounds: int | None, json_file: str | None, our
     work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds or 1, json_file is not None)
 
 
-COMMANDS = (throughput, latency, startup, kernels, first_token, race)
+COMMANDS = (throughput, latency, startup, kernels, quality, first_token, race)

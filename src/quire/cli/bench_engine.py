@@ -1,11 +1,15 @@
-"""`quire bench throughput`, `latency`, `startup` and `kernels`: measurements that load torch, as a table or as JSON."""
+"""Measurements of `quire bench` that load torch, as a table or as JSON: `throughput`, `latency`, `startup`, `kernels`,
+`quality` and `transformers`."""
 
 import json
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
@@ -15,17 +19,23 @@ from quire.bench.attention import HeadShape, KernelFigure, measure_kernels
 from quire.bench.attention_steps import AttentionStep
 from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
+from quire.bench.quality import WeightQuality, measure_quality, read_text
 from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
 from quire.cli.load_model import NamedModel, headline, start
+from quire.cli.options import check_packages
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
-from quire.engine.build import BuiltEngine
+from quire.engine.build import BuiltEngine, weights_of
 from quire.engine.machine import pick_device
+from quire.kernels.cpu.usable_cores import usable_cores
 from quire.llm import LLM
 from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.bench.transformers_baseline import EngineComparison
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "prompt_logprobs")
 
@@ -205,3 +215,87 @@ def _with_caches(starts: Many[StartupTimes], caches: str) -> list[StartupTimes]:
 
 def _median_seconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f}"
+
+
+def quality(
+    model: NamedModel, forms: Mapping[str, Mapping[str, object]], text: Path | None, num_positions: int, window: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    sample = read_text(text, model.opened, num_positions)
+    found = list(measure_quality(model.config, model.opened, forms, sample.ids, window,
+                                 lambda line: err.print(line, style="dim")))  # fmt: skip
+    if as_json:
+        facts = {"bench": "quality", "model": model.opened.name, "text": sample.name, "text_sha256": sample.sha256}
+        rows = [each._asdict() for each in found]
+        print(json.dumps({**facts, "window": window, "forms": rows, **environment(sys.argv[1:], "cpu")}))
+        return
+    title = f"{model.opened.name} · {len(sample.ids):,} tokens of {sample.name}, windows of {window} · against float32"
+    out.print(_quality_table(found, title))
+
+
+def _quality_table(found: Many[WeightQuality], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("settings", "top-1", "mean KL", "worst KL", "worst gap", "weights"):
+        table.add_column(column, justify="left" if column in ("settings", "weights") else "right")
+    for each in found:
+        numbers = (f"{each.mean_kl:.1e}", f"{each.worst_kl:.1e}", f"{each.worst_gap:.2f}")
+        table.add_row(each.settings, f"{each.agreement:.2%}", *numbers, each.weights)
+    return table
+
+
+def compare_transformers(model: NamedModel, given: Mapping[str, object]) -> None:
+    check_packages("quire bench transformers", "bench", "transformers")
+    import transformers  # optional
+
+    from quire.bench.transformers_baseline import as_llama, compare_with_transformers
+
+    built = start(model, report=True)
+    # quire's kernels have threads of their own and leave one to torch: the baseline gets as many as quire has.
+    torch.set_num_threads(int(str(given["threads"] or usable_cores().num_threads)))
+    dtype = torch.bfloat16 if given["dtype"] == "bfloat16" else torch.float32
+    baseline = as_llama(built.checkpoint.spec, weights_of(built.checkpoint, dtype), dtype)
+    comparisons = compare_with_transformers(
+        LLM.over(built),
+        baseline,
+        num_requests=int(str(given["requests"])),
+        batch_size=int(str(given["batch"])),
+        repeats=int(str(given["repeats"])),
+        say=lambda text: err.print(text, style="dim"),
+    )
+    out.print(f"{built.name} · {built.dtype} · quire {__version__} · transformers {transformers.__version__}")
+    table = Table()
+    for column in ("discipline", "quire tok/s", "transformers tok/s", "times faster (each repeat)"):
+        table.add_column(column, justify="left" if column == "discipline" else "right")
+    for each in comparisons:
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in each.ratios)
+        table.add_row(
+            f"{each.workload} / {each.baseline.name}",
+            f"{each.quire.tokens_per_s:.1f}",
+            f"{each.baseline.tokens_per_s:.1f}",
+            f"{each.ratio:.2f} ({ratios})",
+        )
+    out.print(table)
+    if given["as_json"]:
+        print(json.dumps(_summary(comparisons, built.dtype, transformers.__version__)))
+
+
+def _summary(comparisons: "list[EngineComparison]", dtype: str, baseline: str) -> dict[str, object]:
+    return {
+        "quire": __version__,
+        "torch": str(torch.__version__),
+        "transformers": baseline,
+        "python": platform.python_version(),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "races": [
+            {
+                "discipline": each.workload,
+                "rival": each.baseline.name,
+                "tokens": each.quire.tokens,
+                "quire_s": each.quire.seconds,
+                "rival_s": each.baseline.seconds,
+                "ratio": each.ratio,
+            }
+            for each in comparisons
+        ],
+    }

@@ -32,9 +32,7 @@ from quire.catalog.locate import Located, locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report
 from quire.cli.console import err, out, progress_bars, size
-from quire.cli.options import check_serving
-from quire.config import EngineConfig, check_names
-from quire.core.errors import ConfigError
+from quire.cli.options import check_serving, engine_settings
 from quire.version import __version__
 
 
@@ -106,7 +104,7 @@ def race_peers(given: Mapping[str, object], rounds: int, json_file: str | None) 
     seed, busy, threads = int(str(given["seed"])), int(str(given["busy"])), given["threads"]
     assert threads is None or isinstance(threads, int), threads
     workloads = [find_race_workload(word.strip(), seed) for word in str(given["workloads"]).split(",")]
-    settings = {text: _engine_settings(text, threads) for text in _texts(given["settings"]) or ("",)}
+    settings = {text: engine_settings(text, threads) for text in _texts(given["settings"]) or ("",)}
     model = _locate(given["model"])
     kind = cpu_kind()
     longest = max(workload.longest for workload in workloads)
@@ -171,32 +169,6 @@ def _contests(peers: tuple[Peer, ...], precisions: tuple[str, ...], skipped: dic
             else:
                 skipped[f"{peer.name} {precision}"] = f"it has {', '.join(peer.precisions)}"
     return chosen
-
-
-def _engine_settings(text: str, threads: int | None) -> dict[str, object]:
-    """`dtype=bfloat16,threads=2` as settings of `LLM`, checked."""
-    found: dict[str, object] = {} if threads is None else {"threads": threads}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--ours has {pair!r}; write NAME=VALUE, such as dtype=bfloat16,threads=2.")
-        found[name.strip().replace("-", "_")] = _value(value.strip())
-    check_names(found)
-    EngineConfig(**found)  # type: ignore[arg-type]  # EngineConfig checks each
-    return found
-
-
-def _value(text: str) -> object:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _described(kind: CpuInfo) -> str:

@@ -269,7 +269,7 @@ def bench_transformers(model: str | None, **given: object) -> None:
 
     opened = open_named(model, given)
     with loading_status():
-        from quire.cli.bench_transformers import compare_transformers as work
+        from quire.cli.bench_engine import compare_transformers as work
 
     work(opened, given)
 

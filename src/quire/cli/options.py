@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from quire.config import EngineConfig, parse_size, setting_of
+from quire.config import EngineConfig, check_names, parse_size, setting_of
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
@@ -187,6 +187,32 @@ def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfi
     """The engine's settings among the options of a command."""
     settings = {name: given[name] for name in _ENGINE if given.get(name) is not None}
     return EngineConfig(model=model, **settings)  # type: ignore[arg-type]  # EngineConfig checks each
+
+
+def engine_settings(text: str, threads: int | None = None) -> dict[str, object]:
+    """`dtype=bfloat16,threads=2` as settings of `LLM`, checked."""
+    found: dict[str, object] = {} if threads is None else {"threads": threads}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--ours has {pair!r}; write NAME=VALUE, such as dtype=bfloat16,threads=2.")
+        found[name.strip().replace("-", "_")] = _value(value.strip())
+    check_names(found)
+    EngineConfig(**found)  # type: ignore[arg-type]  # EngineConfig checks each
+    return found
+
+
+def _value(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefaults) -> SamplingParams:

@@ -98,6 +98,11 @@ class ModelRunner:
         self.num_replayed = 0  # steps that ran as a CUDA graph
 
     @property
+    def model(self) -> Model:
+        """What it runs; for measurements."""
+        return self._model
+
+    @property
     def prepared(self) -> bool:
         return self._graphs is None or self._graphs.complete
 
