@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from quire.bench.observer import GpuBusy, Observer, StepEvent, busy, steady_decode, token_gaps_s
 from quire.bench.workload import BenchJob, WorkloadSlice, find, named_jobs
@@ -18,7 +19,9 @@ from quire.core.errors import ConfigError
 from quire.core.process import gc_undisturbed
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import RequestMetrics
+from quire.kernels.cpu.native_kernels import NativeKernels
 from quire.llm import LLM
+from quire.models.decoder import Decoder
 
 _WARM_UP_OUTPUT = 16  # tokens of each output in the warm-up: enough to decode with all rows assigned
 _WARM_UP_SEED = 1_000_003  # added to the seed, so that the warm-up has other prompts
@@ -234,3 +237,85 @@ def _step(step: StepEvent, first: StepEvent) -> Report:
         "output_tokens": len(step.rows),
         "device_s": None if span is None else span.last.seconds_since(span.first),
     }
+
+
+_PROFILED_INPUT, _PROFILED_OUTPUT = 64, 128
+_READ_BYTES = 256 << 20  # more than any cache holds
+
+
+class StepProfile(NamedTuple):
+    """Where the time of a decode step of one row goes, mean over the steps of one request, on native CPU kernels."""
+
+    num_steps: int
+    step_ms: float
+    linear_ms: float
+    attention_ms: float
+    other_ms: float  # norms, rope and other native work
+    rest_ms: float  # Python, scheduler, and native work that is not timed
+    weight_bytes: int  # that a step reads
+    read_bytes_per_s: float  # of memory, measured beside it
+
+    @property
+    def floor_ms(self) -> float:
+        """The time in which memory delivers the weights."""
+        return 1000 * self.weight_bytes / self.read_bytes_per_s
+
+    @property
+    def times_floor(self) -> float:
+        return self.step_ms / self.floor_ms
+
+
+def profile_steps(llm: LLM, model: Decoder, repeats: int) -> StepProfile:
+    """A greedy request alone, `repeats` times after a warm-up: the run of median time."""
+    kernels = model.kernels
+    if not isinstance(kernels, NativeKernels):
+        raise ConfigError(
+            f"--profile needs the native CPU kernels, and here is: {llm.built.kernels}. Use --device cpu; quire doctor "
+            f"shows what they need.",
+            param="profile",
+        )
+    matrices, spec = model.matrices, llm.built.checkpoint.spec
+    looked_up = 0 if spec.tied_embeddings else matrices[0].nbytes  # an embedding that is not the head too
+    weight_bytes = sum(matrix.nbytes for matrix in matrices) - looked_up
+    kernels.set_threads(None)  # all of them, until other programs want the cores
+    read_bytes_per_s = measure_read_bandwidth(kernels.active_threads)
+    runs = [_profile_once(llm, kernels, weight_bytes, read_bytes_per_s) for _ in range(1 + repeats)][1:]
+    return sorted(runs, key=lambda run: run.step_ms)[len(runs) // 2]
+
+
+def _profile_once(llm: LLM, kernels: NativeKernels, weight_bytes: int, read_bytes_per_s: float) -> StepProfile:
+    params = SamplingParams(temperature=0.0, max_tokens=_PROFILED_OUTPUT, ignore_eos=True)
+    ids = [1 + i % (llm.built.checkpoint.spec.vocab_size - 1) for i in range(_PROFILED_INPUT)]
+    llm.reset_prefix_cache()
+    request = llm.client.submit(ids, params)
+    llm.client.step()  # the prompt, and the first token
+    num_steps = 0
+    with gc_undisturbed():
+        kernels.profile()  # from here on
+        started_s = time.perf_counter()
+        while not request.finished:
+            llm.client.step()
+            num_steps += 1
+        seconds = time.perf_counter() - started_s
+    spent = kernels.profile()
+    linear, attention, other = (each / 1e6 / num_steps for each in (spent.linear, spent.attention, spent.other))
+    step_ms = 1000 * seconds / num_steps
+    rest = step_ms - linear - attention - other
+    return StepProfile(num_steps, step_ms, linear, attention, other, rest, weight_bytes, read_bytes_per_s)
+
+
+def measure_read_bandwidth(num_threads: int) -> float:
+    """Bytes per second that this number of threads reads from memory: the best of several sums."""
+    numbers = torch.ones(_READ_BYTES // 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return _READ_BYTES / min(_seconds_of(lambda: numbers.sum()) for _ in range(7))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s

@@ -106,6 +106,7 @@ def throughput(
 @click.command()
 @_model_option
 @_workload_options(LATENCY, "bs1")
+@click.option("--profile", is_flag=True, help="Instead: where the time of a one-row step goes, on a CPU.")
 @measured_engine_options
 def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
     """Latency of a closed batch: time per token, time to first token, inter-token latency."""

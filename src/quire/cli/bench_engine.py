@@ -28,10 +28,13 @@ from quire.cli.load_model import NamedModel, headline, start
 from quire.cli.options import check_packages
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
+from quire.core.step import Runner
 from quire.engine.build import BuiltEngine, weights_of
 from quire.engine.machine import pick_device
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.llm import LLM
+from quire.models.decoder import Decoder
+from quire.runner.model_runner import ModelRunner
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ def throughput(model: NamedModel, workloads: Many[str], part: WorkloadSlice, giv
 def latency(model: NamedModel, workloads: Many[str], part: WorkloadSlice, given: Mapping[str, object]) -> None:
     columns = ("workload", "ms per token", "first token, ms: p50", "p99", "gaps, ms: p50", "p90", "p99", "max",
                "GPU busy in decode")  # fmt: skip
+    if given["profile"]:
+        _profile(model, given)
+        return
     _show(model, workloads, part, given, columns, _latency_row, report.latency)
 
 
@@ -178,6 +184,12 @@ def _cells(figure: KernelFigure, compared: bool) -> list[str]:
 
 
 _CACHES = ("cold", "warm")
+_PARTS = {
+    "linear": "linear layers and head",
+    "attention": "attention",
+    "other": "norms, rope and other native work",
+    "rest": "Python, scheduler, rest",
+}
 
 
 def startup(config: EngineConfig, repeats: int, batch: bool, as_json: bool) -> None:
@@ -215,6 +227,33 @@ def _with_caches(starts: Many[StartupTimes], caches: str) -> list[StartupTimes]:
 
 def _median_seconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f}"
+
+
+def _profile(model: NamedModel, given: Mapping[str, object]) -> None:
+    seen: list[Runner] = []
+
+    def observe(runner: Runner) -> Runner:
+        seen.append(runner)
+        return runner
+
+    built = start(model, report=True, observe=observe)
+    [runner] = seen
+    assert isinstance(runner, ModelRunner) and isinstance(runner.model, Decoder), runner
+    found = report.profile_steps(LLM.over(built), runner.model, int(str(given["repeats"])))
+    if given["as_json"]:
+        facts = {"model": built.name, "settings": settings(built), **environment(sys.argv[1:], built.machine.device)}
+        derived = {"floor_ms": found.floor_ms, "times_floor": found.times_floor}
+        print(json.dumps({"bench": "step profile", **found._asdict(), **derived, **facts}))
+        return
+    table = Table("one row", "ms per step", "share", title=f"{built.name} · {built.dtype}")
+    for name in ("linear", "attention", "other", "rest"):
+        milliseconds = getattr(found, f"{name}_ms")
+        table.add_row(_PARTS[name], f"{milliseconds:.3f}", f"{milliseconds / found.step_ms:.1%}")
+    table.add_row("step", f"{found.step_ms:.3f}", f"mean of {found.num_steps}")
+    table.add_row("floor", f"{found.floor_ms:.3f}", f"{found.times_floor:.2f}× it")
+    out.print(table)
+    megabytes, speed = found.weight_bytes / 1e6, found.read_bytes_per_s / 1e9
+    out.print(f"Floor: {megabytes:.1f} MB of weights at {speed:.1f} GB/s, the speed of a sum.")
 
 
 def quality(

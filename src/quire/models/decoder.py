@@ -146,6 +146,10 @@ class Decoder:
         return self._spec.vocab_size
 
     @property
+    def kernels(self) -> Kernels:
+        return self._kernels
+
+    @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
         """Every matrix as it is in memory, once: a head that is the embedding too is counted as one."""
         tables = (self._table,) if self._table is self._packed_head else (self._table, self._packed_head)
