@@ -63,7 +63,7 @@ def test_control_c_stops_the_reply_and_not_the_program(terminal: "pexpect.spawn[
     terminal.sendcontrol("c")
     terminal.expect_exact("(stopped)")
     terminal.expect_exact(PROMPT)
-    assert "Paris" in ask(terminal, "What is the capital of France?")
+    assert "Paris" in ask(terminal, "What is the capital of France? Answer in one word.")
 
 
 def test_the_conversation_is_remembered_until_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +97,13 @@ def test_an_overflow_is_refused_and_the_chat_goes_on(terminal: "pexpect.spawn[st
     refused = ask(terminal, "word " * 600)
     assert "maximum context length is 512 tokens" in refused
     assert "/clear or /undo makes room" in refused
-    assert "Paris" in ask(terminal, "What is the capital of France?")
+    assert "Paris" in ask(terminal, "What is the capital of France? Answer in one word.")
 
 
 def test_a_line_may_continue_in_the_next(terminal: "pexpect.spawn[str]") -> None:
     terminal.sendline("What is the capital\\")
     terminal.expect_exact("… ")
-    assert "Paris" in ask(terminal, "of France?")
+    assert "Paris" in ask(terminal, "of France? Answer in one word.")
 
 
 def test_control_d_leaves(terminal: "pexpect.spawn[str]") -> None:
