@@ -60,16 +60,17 @@ def test_a_failing_process_is_reported() -> None:
 
 def test_both_starts_as_a_table_and_as_json(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "CHILD", [sys.executable, "-S", "-c", CHILD])
-    [row] = [line for line in quire("bench", "startup", "--model", "tiny").out.splitlines() if "to the first" in line]
+    command = ("bench", "startup", "--model", "tiny", "--load-format", "dummy")
+    [row] = [line for line in quire(*command).out.splitlines() if "to the first" in line]
     assert row.count("5.00") == 2
-    report = json.loads(quire("bench", "startup", "--model", "tiny", "--json").out)
+    report = json.loads(quire(*command, "--json").out)
     assert [(start["caches"], start["phases"][0]["name"]) for start in report["starts"]] == [
         ("cold", "empty"),
         ("warm", "empty"),
     ]
-    assert report["command"] == "quire bench startup --model tiny --json"
+    assert report["command"] == "quire bench startup --model tiny --load-format dummy --json"
     assert not report["batch"] and report["starts"][0]["phases"][0]["detail"] == "tiny"
-    report = json.loads(quire("bench", "startup", "--model", "tiny", "--batch", "--json").out)
+    report = json.loads(quire(*command, "--batch", "--json").out)
     assert report["batch"] and report["starts"][0]["phases"][0]["detail"] == "tiny for batches"
 
 
