@@ -26,6 +26,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 OVERCOMMITS = ("never", "hedge", "optimistic")
+_CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _GPU_BATCH_STEP_TOKENS = 512, 2048, 8192  # default max_num_batched_tokens
 _DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
@@ -394,7 +395,8 @@ def resolve(
     if on_gpu:
         share = _gpu_share(config, machine, workspace)
     else:
-        share = min(machine.free_bytes // 4, 4 * GIB)
+        longest_few = _CPU_LONGEST * min(spec.max_positions, config.max_model_len or spec.max_positions)
+        share = min(machine.free_bytes // 4, max(GIB, min(longest_few * kv_bytes_per_token, 4 * GIB)))
     longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
     blocks_each = -(-longest // config.block_size)
     most_useful = rows * blocks_each * config.block_size * kv_bytes_per_token
