@@ -16,6 +16,7 @@ from quire.weights.allocate import LAYER_FIELDS
 from quire.weights.dequantize import PLAIN, Bytes, Dequantizer
 from quire.weights.load import LoadedBytes, Progress, is_interleaved, match_tensors
 from quire.weights.names import FusedPart, WeightTarget
+from quire.weights.tensor_reader import PLAIN_BYTES
 
 Fields = dict[str, Weight]
 
@@ -89,16 +90,20 @@ class _Reader:
 
     def _bytes_of(self, stored: StoredTensor, row_bytes: int) -> Callable[[], Bytes]:
         def read() -> Bytes:
+            data, place = np.empty(stored.num_bytes, np.uint8), 0
             try:
-                data = np.fromfile(stored.path, np.uint8, stored.num_bytes, offset=stored.offset)
+                with stored.path.open("rb", buffering=0) as file:
+                    file.seek(stored.offset)
+                    while place < len(data) and (count := file.readinto(data[place : place + PLAIN_BYTES])):
+                        place += count
+                        self._progress(count)
             except OSError as error:
                 raise BrokenModelFile(f"{stored.path} cannot be read: {error}.") from error
-            if len(data) < stored.num_bytes:
+            if place < len(data):
                 raise BrokenModelFile(
-                    f"{stored.path} changed while it was read: tensor {stored.name} lacks "
-                    f"{stored.num_bytes - len(data)} bytes of {stored.num_bytes}."
+                    f"{stored.path} changed while it was read: tensor {stored.name} lacks {len(data) - place} bytes of "
+                    f"{stored.num_bytes}."
                 )
-            self._progress(stored.num_bytes)
             return data.reshape(-1, row_bytes)
 
         return read
