@@ -174,3 +174,31 @@ def test_a_fork_of_private_copies_publishes_none_of_them() -> None:
     kv.commit(Row(2), ME, known)
     assert kv.num_found(kv.match(ME, known, 12)) == 0
     kv.audit()
+
+
+def cached_by_its_sibling(kv: KVManager) -> IntArray:
+    """Row 1 closes and caches blocks that row 2, its fork, still holds; another request splits them into two nodes."""
+    known = forked_from_copies(kv)
+    kv.reset_cache()
+    kv.close(Row(1), ME, known)
+    kv.open(Row(0), ME, kv.match(ME, known, 8), 0)
+    kv.close(Row(0), ME, known[:8])
+    return known
+
+
+@pytest.mark.parametrize("num_kept", [0, 4, 8, 12])
+def test_blocks_of_a_fork_that_its_sibling_cached_are_evictable_once_it_closes(num_kept: int) -> None:
+    kv = KVManager(12, 4, 3)
+    known = cached_by_its_sibling(kv)
+    kv.close(Row(2), ME, known[:num_kept])
+    kv.audit()
+    assert kv.num_found(kv.match(ME, known, 12)) == 12
+    assert kv.reset_cache() == 3 and kv.pool.num_free == 12
+
+
+def test_blocks_of_a_fork_that_its_sibling_cached_are_not_found_once_it_is_discarded() -> None:
+    kv = KVManager(12, 4, 3)
+    known = cached_by_its_sibling(kv)
+    kv.discard(Row(2), ME)
+    kv.audit()
+    assert kv.num_found(kv.match(ME, known, 12)) == 0 and kv.pool.num_free == 12

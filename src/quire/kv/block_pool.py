@@ -121,6 +121,10 @@ class BlockPool:
         """Whether one of a table's blocks has another reference."""
         return len(blocks) > 0 and max(self._references[_indices(blocks)].tolist()) > _TABLE
 
+    def any_cached(self, blocks: IntArray) -> bool:
+        """Whether one of some blocks is in the tree."""
+        return bool(np.count_nonzero(self._references[_indices(blocks)] % _TABLE))
+
     def count_evictable(self, blocks: IntArray) -> int:
         return 0 if not len(blocks) else int(np.count_nonzero(self._references[_indices(blocks)] == _EVICTABLE))
 

@@ -259,6 +259,8 @@ class KVManager:
         """Release the row's table. Its positions [0, len(tokens)) stay cached."""
         self.reserve(row, -self.tables.reserved.item(row))
         blocks, state = self.tables.of(row), self._rows[row]
+        if self.tree is not None and state.forked and self.pool.any_cached(blocks[state.num_committed :]):
+            state.node = self.tree.deepest_node(owner.partition, blocks)  # a sibling has cached more of them
         last = None
         if self.tree is not None and len(tokens):
             num_held = count_blocks(len(tokens), self.block_size)
@@ -274,10 +276,10 @@ class KVManager:
 
     def discard(self, row: Row, owner: BlockOwner) -> None:
         """Release the row's table and remove from the cache what this request has written."""
-        node = self._rows[row].node
+        state = self._rows[row]
         self.close(row, owner, np.empty(0, dtype=np.int32))
-        if self.tree is not None and node is not None:
-            self.tree.drop(node, owner.request)
+        if self.tree is not None and state.node is not None:
+            self.tree.drop(state.node, owner.request)
 
     def take_moves(self) -> tuple[Move, ...]:
         """Take the copies that the next plan must carry."""

@@ -168,6 +168,17 @@ class RadixTree:
         self._touch(node)
         return node
 
+    def deepest_node(self, partition: str, blocks: IntArray) -> Node:
+        """The deepest node with blocks of this table, found without its tokens; the root if none of them is cached."""
+        node, held = self._trie.root(partition), blocks.tolist()
+        while held:
+            found = [c for c in node.children.values() if c.tier is Tier.DEVICE and c.blocks.item(0) == held[0]]
+            if not found:
+                break
+            node = found[0]
+            held = held[len(node.blocks) :]
+        return node
+
     def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> CacheMiss | None:
         """Why the first whole block after a match is not cached; None if the prompt has no such block."""
         end = num_matched + self.block_size
