@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -282,14 +283,23 @@ def test_a_loop_that_hangs_in_a_process_that_beats_is_killed_and_replaced(in_har
 
 
 def stop_main_thread(pid: int) -> None:
-    """As a debugger does; the other threads of the process run on."""
+    """As a debugger does; the other threads of the process run on. It is stopped where it waits for messages: elsewhere
+    it may hold a lock that heartbeats need."""
     seize, interrupt, all_threads = 0x4206, 0x4207, 0x40000000
     ptrace = ctypes.CDLL(None).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    waits_in, _ = Counter(system_call(pid) for _ in range(200)).most_common(1)[0]
     if ptrace(seize, pid, None, None) < 0:
         pytest.skip("this process may not use ptrace")
+    while system_call(pid) != waits_in:
+        pass
     assert ptrace(interrupt, pid, None, None) == 0
     os.waitpid(pid, all_threads)
+
+
+def system_call(pid: int) -> str:
+    """The number of the system call that the main thread is in; "running", or -1, outside of one."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0]
 
 
 def test_an_engine_with_long_steps_stays_ready_and_serves(opened, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ class _Reader:
             try:
                 with stored.path.open("rb", buffering=0) as file:
                     file.seek(stored.offset)
-                    while place < len(data) and (count := file.readinto(data[place : place + PLAIN_BYTES])):
+                    while place < len(data) and (count := file.readinto(data[place : place + PLAIN_BYTES])):  # type: ignore[arg-type]
                         place += count
                         self._progress(count)
             except OSError as error:
