@@ -25,7 +25,7 @@ def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     integers = [0, 1, *range(3, 3 + num_top)]
     assert torch.equal(found[:, integers], truth[:, integers])
     assert torch.allclose(
-        found[:, floats].view(torch.float32), truth[:, floats].view(torch.float32), 1e-6, 3e-6, equal_nan=True
+        found[:, floats].view(torch.float32), truth[:, floats].view(torch.float32), 1e-6, 8e-6, equal_nan=True
     )
     return found
 

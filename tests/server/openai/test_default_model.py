@@ -15,7 +15,7 @@ from tests.server.server_process import serving
 
 pytestmark = pytest.mark.long  # 17 CPU seconds; README and `quire run` show the whole model in every run
 FRANCE = "The capital of France is"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 TEXTS = ["A cat sat on the mat.", "Kittens sleep on rugs.", "Interest rates rose by a quarter point. 📈"]
 
 
