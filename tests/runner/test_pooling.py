@@ -24,7 +24,7 @@ class Halves:
 
     vocab_size = VOCAB
     kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
-    decodes_rows = False
+    row_decoder = None
 
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         states = torch.stack([tokens, tokens / 2], dim=1).to(torch.bfloat16)

@@ -27,7 +27,7 @@ class Scripted:
 
     vocab_size = VOCAB
     kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
-    decodes_rows = False
+    row_decoder = None
 
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         kv[layout.slots // BLOCK, 0, 0, layout.slots % BLOCK, 0, 0] = tokens.int()

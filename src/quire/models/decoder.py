@@ -189,15 +189,15 @@ class Decoder:
         return normed
 
     @property
-    def decodes_rows(self) -> bool:
-        return self._stack is not None
+    def row_decoder(self) -> "Decoder | None":
+        return None if self._stack is None else self
 
     def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        assert self._stack is not None, "decodes_rows is false"
+        assert self._stack is not None, "row_decoder is None"
         return self._stack.decode_greedy(self._decoder_tables, rows, columns, ends, kv)
 
     def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        assert self._stack is not None, "decodes_rows is false"
+        assert self._stack is not None, "row_decoder is None"
         return self._stack.decode_logits(self._decoder_tables, rows, columns, ends, kv)
 
     @cached_property

@@ -25,6 +25,16 @@ class KvGeometry(NamedTuple):
         return 2 * self.num_layers * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+class RowDecoder(Protocol):
+    """A model whose decode steps read the row table themselves. Call in inference mode."""
+
+    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        """A whole step of rows that decode greedily, their tokens appended. [5, rows] int64, as `FinishRows`."""
+
+    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+        """A step of rows that decode, up to their logits: [rows, vocab] float32."""
+
+
 class Model(Protocol):
     """Tokens in, hidden states out; logits only for selected rows."""
 
@@ -40,14 +50,8 @@ class Model(Protocol):
         tokens whose hidden states are returned, at least one; None: all. [n, hidden]."""
 
     @property
-    def decodes_rows(self) -> bool:
-        """Whether there are `decode_greedy` and `decode_logits`, which read the row table themselves."""
-
-    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        """A whole step of rows that decode greedily, their tokens appended. [5, rows] int64, as `FinishRows`."""
-
-    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        """A step of rows that decode, up to their logits: [rows, vocab] float32."""
+    def row_decoder(self) -> "RowDecoder | None":
+        """Decodes rows straight from the row table; None: a step is built for `forward`."""
 
     def truncated(self) -> "Model":
         """A smaller model that launches every kernel variant of this one: for precompilation."""

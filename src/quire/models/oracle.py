@@ -9,10 +9,8 @@ values, so a step can be captured as a CUDA graph.
 import torch
 from torch import Tensor
 
-from quire.core.ids import IntArray
 from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix
 from quire.kernels.interface import StepLayout
-from quire.kernels.row_interface import EndColumns, RowColumns
 from quire.models.interface import KvGeometry
 
 
@@ -31,14 +29,8 @@ class OracleModel:
         return self
 
     @property
-    def decodes_rows(self) -> bool:
-        return False
-
-    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        raise NotImplementedError("decodes_rows is false")
-
-    def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        raise NotImplementedError("decodes_rows is false")
+    def row_decoder(self) -> None:
+        return None
 
     @property
     def kv_geometry(self) -> KvGeometry:

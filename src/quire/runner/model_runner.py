@@ -180,17 +180,18 @@ class ModelRunner:
 
     def _decode_rows(self, plan: StepPlan, decoding: IntArray, masks: Masks | None) -> "SampledTokens | None":
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
-        if not self._model.decodes_rows or plan.chunks or plan.num_padding or not len(decoding):
+        decoder = self._model.row_decoder
+        if decoder is None or plan.chunks or plan.num_padding or not len(decoding):
             return None
         self._trip(FaultSite.FORWARD)
         rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
         if masks is None and not self._sampler.features(decoding):
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
-            outcome = self._model.decode_greedy(decoding, rows.columns, ends, kv)
+            outcome = decoder.decode_greedy(decoding, rows.columns, ends, kv)
             self._trip(FaultSite.LOGPROBS)
             return SampledTokens(decoding, HostCopy(outcome), None)
-        logits = self._model.decode_logits(decoding, rows.columns, ends, kv)
+        logits = decoder.decode_logits(decoding, rows.columns, ends, kv)
         device_rows = upload(decoding.astype(np.int64), self.device)
         return self._sample(logits, SamplingBatch(device_rows, decoding, rows.lengths[device_rows]), masks)
 

@@ -16,7 +16,7 @@ from quire.weights.allocate import LAYER_FIELDS
 from quire.weights.dequantize import PLAIN, Bytes, Dequantizer
 from quire.weights.load import LoadedBytes, Progress, is_interleaved, match_tensors
 from quire.weights.names import FusedPart, WeightTarget
-from quire.weights.tensor_reader import PLAIN_BYTES
+from quire.weights.tensor_reader import PLAIN_BYTES, read_exactly
 
 Fields = dict[str, Weight]
 
@@ -90,20 +90,15 @@ class _Reader:
 
     def _bytes_of(self, stored: StoredTensor, row_bytes: int) -> Callable[[], Bytes]:
         def read() -> Bytes:
-            data, place = np.empty(stored.num_bytes, np.uint8), 0
+            data = np.empty(stored.num_bytes, np.uint8)
             try:
                 with stored.path.open("rb", buffering=0) as file:
-                    file.seek(stored.offset)
-                    while place < len(data) and (count := file.readinto(data[place : place + PLAIN_BYTES])):  # type: ignore[arg-type]
-                        place += count
-                        self._progress(count)
+                    for start in range(0, len(data), PLAIN_BYTES):
+                        piece = data[start : start + PLAIN_BYTES]
+                        read_exactly(file, stored, stored.offset + start, piece)
+                        self._progress(len(piece))
             except OSError as error:
                 raise BrokenModelFile(f"{stored.path} cannot be read: {error}.") from error
-            if place < len(data):
-                raise BrokenModelFile(
-                    f"{stored.path} changed while it was read: tensor {stored.name} lacks {len(data) - place} bytes of "
-                    f"{stored.num_bytes}."
-                )
             return data.reshape(-1, row_bytes)
 
         return read

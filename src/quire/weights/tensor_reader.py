@@ -59,21 +59,14 @@ class TensorReader:
 
     def read(self, tensor_slice: TensorSlice, into: Bytes) -> None:
         """Read the stored bytes. [num_bytes]"""
-        stored, place = tensor_slice.stored, 0
+        path = tensor_slice.stored.path
         try:
-            file = self._files.get(stored.path)
+            file = self._files.get(path)
             if file is None:
-                file = self._files[stored.path] = stored.path.open("rb", buffering=0)
-            file.seek(tensor_slice.offset)
-            while place < len(into) and (count := file.readinto(into[place:])):  # type: ignore[attr-defined]
-                place += count
+                file = self._files[path] = path.open("rb", buffering=0)
+            read_exactly(file, tensor_slice.stored, tensor_slice.offset, into)
         except OSError as error:
-            raise BrokenModelFile(f"{stored.path} cannot be read: {error}.") from error
-        if place < len(into):
-            raise BrokenModelFile(
-                f"{stored.path} changed while it was read: tensor {stored.name} lacks {len(into) - place} bytes of "
-                f"{stored.num_bytes}."
-            )
+            raise BrokenModelFile(f"{path} cannot be read: {error}.") from error
 
     def dequantize(self, tensor_slice: TensorSlice) -> Tensor:
         """The values of a quantized slice. Flat, float32."""
@@ -82,3 +75,16 @@ class TensorReader:
         packed = self._packed[: tensor_slice.num_bytes]
         self.read(tensor_slice, packed)
         return self._dequantizer.dequantize(packed, tensor_slice.stored.encoding)
+
+
+def read_exactly(file: BinaryIO, stored: StoredTensor, offset: int, into: Bytes) -> None:
+    """Fill `into` with bytes of a tensor, from an offset in the file."""
+    place = 0
+    file.seek(offset)
+    while place < len(into) and (count := file.readinto(into[place:])):  # type: ignore[attr-defined]
+        place += count
+    if place < len(into):
+        raise BrokenModelFile(
+            f"{stored.path} changed while it was read: tensor {stored.name} lacks {len(into) - place} bytes of "
+            f"{stored.num_bytes}."
+        )
