@@ -29,7 +29,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "layers/attention.py": "one layer",
     "layers/linear.py": "one layer",
     "layers/mlp.py": "one layer",
-    "models/interface.py": "the protocol of the decoder and the oracle; imports neither",
     "weights/dequantize.py": "the protocol, loaded without gguf",
     "weights/gguf_dequantize.py": "imports gguf, which the offline engine does not need",
 }
