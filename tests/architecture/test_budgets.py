@@ -27,8 +27,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "kernels/gpu/hopper_support.py": "must load where Gluon is missing",
     "kernels/transfers.py": "host to device and back, shared by runner, sampling and KV store",
     "layers/attention.py": "one layer",
-    "layers/linear.py": "one layer",
-    "layers/mlp.py": "one layer",
+    "layers/linear.py": "two layers",
     "weights/dequantize.py": "the protocol, loaded without gguf",
     "weights/gguf_dequantize.py": "imports gguf, which the offline engine does not need",
 }

@@ -22,8 +22,7 @@ from quire.kernels.interface import (
 )
 from quire.kernels.row_interface import EndColumns, RowColumns
 from quire.layers.attention import Attention, Heads
-from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMlp
+from quire.layers.linear import GatedMlp, Linear
 from quire.layers.rope import RopeTable
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
