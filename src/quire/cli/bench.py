@@ -1,5 +1,5 @@
-"""Subcommands of `quire bench` that measure an engine: throughput, latency, startup, kernels, and the comparison with
-another engine. Only options: the measurements are imported when they are called."""
+"""Subcommands of `quire bench` that measure an engine: throughput, latency, steps, startup, kernels, and the comparison
+with another engine. Only options: the measurements are imported when they are called."""
 
 import json
 import shlex
@@ -15,6 +15,7 @@ import click
 
 from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
+from quire.bench.step_times import STANDARD_RAGGED_STEPS, RaggedStep, find_ragged_step
 from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import FiniteRange, engine_settings, measured_engine_options
 from quire.cli.streams import loading_status
@@ -50,6 +51,14 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
         return STANDARD_STEPS
     try:
         return tuple(find_step(word.strip()) for word in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _ragged_steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[RaggedStep, ...]:
+    """The steps of an option such as `decode 64x1024,decode 32x1000 & chunk 480`; without it, the standard ones."""
+    try:
+        return tuple(map(find_ragged_step, STANDARD_RAGGED_STEPS if value is None else value.split(",")))
     except ConfigError as error:
         raise click.BadParameter(error.message) from None
 
@@ -194,6 +203,24 @@ def quality(
     work(opened, forms, text, positions, window, as_json)
 
 
+@click.command()
+@_model_option
+@click.option("--steps", callback=_ragged_steps, metavar="STEP,…",
+              help="Other steps than the default ones: decode 64x1024 (rows, and keys of each), chunk 512+2048 (tokens "
+              "+ earlier keys), chunks 4x100, or rows beside chunks: decode 32x1000 & chunk 480.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
+@measured_engine_options
+def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **given: object) -> None:
+    """Time of whole steps by their shape: decoding rows, prompt chunks, both."""
+    from quire.cli.load_model import open_named
+
+    opened = open_named(model, given)
+    with loading_status():
+        from quire.cli.bench_engine import steps as work
+
+    work(opened, steps, as_json)
+
+
 @click.command("first-token", hidden=True)
 @click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
 @click.option("--batch", is_flag=True, help="As an engine for batches.")
@@ -311,4 +338,4 @@ def race(rival: list[str] | None, rounds: int | None, json_file: str | None, our
     work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds or 1, json_file is not None)
 
 
-COMMANDS = (throughput, latency, startup, kernels, quality, first_token, race)
+COMMANDS = (throughput, latency, steps, startup, kernels, quality, first_token, race)

@@ -1,5 +1,5 @@
-"""Measurements of `quire bench` that load torch, as a table or as JSON: `throughput`, `latency`, `startup`, `kernels`,
-`quality` and `transformers`."""
+"""Measurements of `quire bench` that load torch, as a table or as JSON: `throughput`, `latency`, `steps`, `startup`,
+`kernels`, `quality` and `transformers`."""
 
 import json
 import platform
@@ -21,6 +21,7 @@ from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
 from quire.bench.quality import WeightQuality, measure_quality, read_text
 from quire.bench.startup import StartupTimes, measure_starts
+from quire.bench.step_times import RaggedStep, measure_steps
 from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
@@ -173,6 +174,49 @@ def kernels(shape: HeadShape, steps: Many[AttentionStep], beside: str | None, as
     out.print(table)
 
 
+def steps(model: NamedModel, wanted: Many[RaggedStep], as_json: bool) -> None:
+    """On a GPU, every shape is captured first."""
+    runner, built = _observed_runner(model)
+    while not runner.prepared:
+        runner.prepare()
+    figures = measure_steps(
+        runner,
+        wanted,
+        num_blocks=built.resolved.num_blocks,
+        block_size=built.resolved.block_size,
+        max_rows=built.resolved.max_num_seqs,
+        clock=device_clock(built.machine.device),
+        num_captured=lambda: runner.num_replayed,
+    )
+    if as_json:
+        facts = {"model": built.name, "settings": settings(built), **environment(sys.argv[1:], built.machine.device)}
+        for each in figures:
+            print(json.dumps({**each._asdict(), "tokens_per_s": each.tokens_per_s, **facts}), flush=True)
+        return
+    table = Table("step", title=_title(built, SamplingParams(temperature=0.0)), title_justify="left")
+    for column in ("tokens", "ms", "µs per token", "tokens/s", "CUDA graph"):
+        table.add_column(column, justify="right")
+    for each in figures:
+        per_token = 1000 * each.milliseconds / each.num_tokens
+        table.add_row(each.name, f"{each.num_tokens:,}", f"{each.milliseconds:.3f}", f"{per_token:.1f}",
+                      f"{each.tokens_per_s:,.0f}", "yes" if each.captured else "no")  # fmt: skip
+    out.print(table)
+
+
+def _observed_runner(model: NamedModel) -> tuple[ModelRunner, BuiltEngine]:
+    """The runner of an engine that is not used otherwise."""
+    seen: list[Runner] = []
+
+    def observe(runner: Runner) -> Runner:
+        seen.append(runner)
+        return runner
+
+    built = start(model, report=True, observe=observe)
+    [runner] = seen
+    assert isinstance(runner, ModelRunner), runner
+    return runner, built
+
+
 def _cells(figure: KernelFigure, compared: bool) -> list[str]:
     cells = [figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f} {figure.unit}"]
     theirs = figure.beside_microseconds
@@ -230,15 +274,8 @@ def _median_seconds(seconds: list[float]) -> str:
 
 
 def _profile(model: NamedModel, given: Mapping[str, object]) -> None:
-    seen: list[Runner] = []
-
-    def observe(runner: Runner) -> Runner:
-        seen.append(runner)
-        return runner
-
-    built = start(model, report=True, observe=observe)
-    [runner] = seen
-    assert isinstance(runner, ModelRunner) and isinstance(runner.model, Decoder), runner
+    runner, built = _observed_runner(model)
+    assert isinstance(runner.model, Decoder), runner
     found = report.profile_steps(LLM.over(built), runner.model, int(str(given["repeats"])))
     if given["as_json"]:
         facts = {"model": built.name, "settings": settings(built), **environment(sys.argv[1:], built.machine.device)}
