@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from quire.bench.observer import Mark, Observer, StepEvent, TimeSpan, busy, steady_decode, token_gaps_s
-from quire.bench.throughput import Percentiles, percentiles_ms
+from quire.bench.service_levels import Percentiles, percentiles_ms
 from quire.core.ids import Row, SequenceId
 from quire.core.step import Masks, Pending, StepPlan, StepResult
 

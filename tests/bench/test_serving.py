@@ -1,4 +1,4 @@
-"""`quire bench serve`: the real server, the engine alone and the client, each in its own process; refused options."""
+"""`quire bench overhead`: the real server, the engine alone and the client, a process each; refused options."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests.tiers import long_only
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire", "bench", "serve", *arguments]
+    command = [sys.executable, "-m", "quire", "bench", "overhead", *arguments]
     return children.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -5,21 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.regimes import SimulatedMachine
-from quire.bench.step_sizing import H200, StepSizingResult, compare, sizings
+from quire.bench.service_levels import LoadSummary, Percentiles, summarize
+from quire.bench.step_sizing import H200, H200_MACHINE, simulate, sizings
 from quire.sched.batching import MAX_STRETCH, PER_DECODE
 from quire.sched.cost_model import StepShape
 from quire.workload.traces import poisson, sample
 from tests.cli.commands import Shell
 
-MACHINE = SimulatedMachine(num_blocks=50_000, max_model_len=16_384)
 MORE = 1.1  # tolerance: the learned cost table is not exact
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, StepSizingResult]:
+def results() -> dict[str, LoadSummary]:
     rows = poisson(sample("sharegpt")[:80], 8.0, seed=0)
-    return {outcome.name: outcome for outcome in compare(rows, MACHINE, sizings())}
+    return {sizing.name: summarize(simulate(rows, H200_MACHINE, sizing)) for sizing in sizings()}
+
+
+def known(times: Percentiles | None) -> Percentiles:
+    assert times is not None
+    return times
 
 
 @pytest.mark.parametrize(
@@ -34,22 +38,22 @@ def test_the_simulated_gpu_takes_the_measured_times(shape: StepShape, measured_m
     assert 1000 * H200().predict_s(shape) == pytest.approx(measured_ms, rel=0.05)
 
 
-def test_a_target_is_kept_and_the_default_one_stretches_with_a_queue(results: dict[str, StepSizingResult]) -> None:
+def test_a_target_is_kept_and_the_default_one_stretches_with_a_queue(results: dict[str, LoadSummary]) -> None:
     target_ms = 1000 * max(sizing.target_s or 0.0 for sizing in sizings())
-    worst = {name: outcome.gaps_ms.max for name, outcome in results.items() if outcome.gaps_ms is not None}
+    worst = {name: known(outcome.itl_ms).max for name, outcome in results.items()}
     decode_ms = max(target_ms / PER_DECODE, H200().predict_s(StepShape(80, 80 * 3000)) * 1000)  # all requests at once
     assert worst["kept"] < MORE * target_ms < worst["usual"]
     assert worst["usual"] < MORE * MAX_STRETCH * PER_DECODE * decode_ms < worst["none"]
 
 
-def test_first_tokens_come_later_with_a_target(results: dict[str, StepSizingResult]) -> None:
-    late = {name: outcome.first_tokens_ms.p99 for name, outcome in results.items()}
+def test_first_tokens_come_later_with_a_target(results: dict[str, LoadSummary]) -> None:
+    late = {name: known(outcome.ttft_ms).p99 for name, outcome in results.items()}
     assert late["none"] < late["usual"] < late["kept"]
     assert late["usual"] < 3 * late["none"]
 
 
-def test_the_throughput_is_nearly_the_same(results: dict[str, StepSizingResult]) -> None:
-    rates = [outcome.tokens_per_s for outcome in results.values()]
+def test_the_throughput_is_nearly_the_same(results: dict[str, LoadSummary]) -> None:
+    rates = [outcome.output_tokens_per_s for outcome in results.values()]
     assert min(rates) > 0.9 * max(rates)
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from quire.config import EngineConfig, MachineInfo, resolve
 from quire.engine.build import build
-from quire.engine.build_scheduler import make_scheduler
-from quire.engine.initial_costs import first_costs
+from quire.engine.build_scheduler import first_costs, make_scheduler
 from quire.runner.cuda_graphs import StepTimes
 from quire.sched.batching import MAX_STEP_S, usual_target_s
 from quire.sched.cost_model import CostTable, StepShape

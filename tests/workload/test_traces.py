@@ -55,7 +55,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_the_samples_have_the_described_lengths() -> None:
     chats = sample("sharegpt")
-    assert len(chats) == 512 and SAMPLES == ("sharegpt", "mooncake")
+    assert len(chats) == 512 and SAMPLES == ("sharegpt", "mooncake", "stall")
     assert 2000 < np.mean([row.num_prompt for row in chats]) < 2700  # 2,340 and 439 in the whole
     assert 400 < np.mean([row.num_output for row in chats]) < 480
     agents = sample("mooncake")

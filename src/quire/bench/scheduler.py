@@ -206,8 +206,20 @@ class Curve(NamedTuple):
     dashed: bool = False
 
 
-def svg(title: str, x_name: str, y_name: str, curves: Many[Curve]) -> str:
-    """A plot with axes and a legend. x is logarithmic, y starts at 0."""
+def svg(title: str, x_name: str, y_name: str, *panels: Many[Curve]) -> str:
+    """A plot with axes and a legend; several panels below each other. x is logarithmic, y starts at 0."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT * len(panels)}">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        _text(_LEFT, 24, title, weight="bold"),
+    ]
+    for number, curves in enumerate(panels):
+        parts += _panel(_HEIGHT * number, x_name, y_name, curves)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(offset: int, x_name: str, y_name: str, curves: Many[Curve]) -> list[str]:
+    """The parts of one panel, this far from the top of the picture."""
     points = [point for curve in curves for point in curve.points]
     assert points and min(point.x for point in points) > 0, "nothing to draw"
     low, high = log2(min(point.x for point in points)), log2(max(point.x for point in points))
@@ -217,15 +229,12 @@ def svg(title: str, x_name: str, y_name: str, curves: Many[Curve]) -> str:
         share = (log2(point.x) - low) / (high - low) if high > low else 0.5
         return (
             _LEFT + share * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - point.y / top * (_HEIGHT - _TOP - _BOTTOM),
+            offset + _HEIGHT - _BOTTOM - point.y / top * (_HEIGHT - _TOP - _BOTTOM),
         )
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        _text(_LEFT, 24, title, weight="bold"),
-        _text((_WIDTH - _RIGHT) / 2, _HEIGHT - 10, x_name),
-        _text(8, _TOP - 8, y_name),
+        _text((_WIDTH - _RIGHT) / 2, offset + _HEIGHT - 10, x_name),
+        _text(8, offset + _TOP - 8, y_name),
     ]
     for mark in range(5):
         x, y = position(Point(2**low, top * mark / 4))
@@ -239,8 +248,8 @@ def svg(title: str, x_name: str, y_name: str, curves: Many[Curve]) -> str:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(position, curve.points))
         dash = ' stroke-dasharray="5 3"' if curve.dashed else ""
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        parts.append(_text(_WIDTH - _RIGHT + 14, _TOP + 18 * number, curve.name, colour=colour))
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(_text(_WIDTH - _RIGHT + 14, offset + _TOP + 18 * number, curve.name, colour=colour))
+    return parts
 
 
 def bars(curves: Many[Curve], width: int = 50) -> list[str]:

@@ -129,11 +129,11 @@ def median_ratio(repeats: list[ServingRepeat]) -> float:
 
 def measure_serving(load: ServingLoad, repeats: int, say: Callable[[str], None]) -> list[ServingRepeat]:
     if sys.platform != "linux":
-        raise ConfigError("quire bench serve reads CPU times from /proc, which only Linux has.")
+        raise ConfigError("quire bench overhead reads CPU times from /proc, which only Linux has.")
     say("starting the server and the engine alone")
     with (
         closing(HelperProcess("quire.bench.engine_alone")) as alone,
-        closing(HelperProcess("quire.bench.stream_client")) as client,
+        closing(HelperProcess("quire.bench.load_client")) as client,
     ):
         alone.send({"load": {"model": load.model, "max_num_seqs": load.num_streams, "threads": load.threads}})
         with _running_server(load) as server:

@@ -5,14 +5,13 @@ interpolated between measured sizes; attention by the keys that are read. The mo
 (docs/performance/ledger, section 38, compares both). Planning and HTTP take no time.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.bench.regimes import VOCAB_SIZE, SimulatedMachine
-from quire.bench.throughput import Percentiles, percentiles_ms
+from quire.bench.service_levels import ServedRequest, TokenArrival
 from quire.core.ids import RequestId
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
@@ -20,7 +19,7 @@ from quire.engine.build_scheduler import captured_sizes
 from quire.kv.manager import KVManager
 from quire.sched.batching import MAX_STRETCH, PER_DECODE, usual_target_s
 from quire.sched.cost_model import CostTable, StepShape
-from quire.sched.policy import CHUNKED, Policy
+from quire.sched.policy import PREFIX, Policy
 from quire.sched.scheduler import Scheduler
 from quire.sim.simulator import SimulatedArrival, Simulation
 from quire.workload.traces import TraceRow, prompt_of
@@ -49,6 +48,10 @@ class H200:
         return taken_ms / 1000
 
 
+# KV cache of 141 GB at 90 % without the weights; the context of the model.
+H200_MACHINE = SimulatedMachine(num_blocks=54_000, max_model_len=131_072)
+
+
 class StepSizing(NamedTuple):
     """A policy for the size of steps."""
 
@@ -56,15 +59,6 @@ class StepSizing(NamedTuple):
     target_s: float | None  # None: up to the token budget
     stretch: float = 1.0
     per_decode: float = 0.0
-
-
-class StepSizingResult(NamedTuple):
-    """The figures of one run."""
-
-    name: str
-    first_tokens_ms: Percentiles
-    gaps_ms: Percentiles | None
-    tokens_per_s: float
 
 
 def sizings(target_s: float | None = None) -> list[StepSizing]:
@@ -79,60 +73,87 @@ def sizings(target_s: float | None = None) -> list[StepSizing]:
     ]
 
 
-def compare(
+class ServingOverhead(NamedTuple):
+    """What HTTP and the server's processes add to a first token."""
+
+    request_s: float = 0.0  # from sending a request until the scheduler has it
+    prompt_token_s: float = 0.0  # the same, for each prompt token
+    delivery_s: float = 0.0  # from the end of a step until the client has its tokens
+
+    def arrival_s(self, row: TraceRow) -> float:
+        return row.arrived_s + self.request_s + self.prompt_token_s * row.num_prompt
+
+
+NO_OVERHEAD = ServingOverhead()
+HTTP_OVERHEAD = ServingOverhead()
+
+
+def simulate(
     rows: Many[TraceRow],
     machine: SimulatedMachine,
-    policies: Many[StepSizing],
-    say: Callable[[str], None] = lambda text: None,
-) -> list[StepSizingResult]:
-    """The same requests under each policy."""
-    results = []
-    for policy in policies:
-        say(policy.name)
-        results.append(run(rows, machine, policy))
-    return results
-
-
-def run(rows: Many[TraceRow], machine: SimulatedMachine, sizing: StepSizing) -> StepSizingResult:
-    simulation = Simulation(_scheduler(machine, sizing), _arrivals(rows, machine), H200(), depth=1)
-    first_s: dict[int, float] = {}
-    last_s: dict[int, float] = {}
-    gaps_s: list[float] = []
+    sizing: StepSizing,
+    overhead: ServingOverhead = NO_OVERHEAD,
+) -> list[ServedRequest]:
+    """What the clients of a server would see."""
+    scheduler = _scheduler(machine, sizing)
+    requests = _requests(_cut(rows, machine), overhead)
+    simulation = Simulation(scheduler, requests, H200(), depth=1)
+    numbers = [int(each.request.id) for each in sorted(requests, key=lambda each: each.at_s)]  # of each sequence
+    arrivals: list[list[TokenArrival]] = [[] for _ in rows]
+    cached: dict[int, int] = {}
     for absorbed in simulation.turns():
-        for sequence in absorbed.sequences.tolist() if absorbed is not None else ():
-            if sequence in last_s:
-                gaps_s.append(simulation.now_s - last_s[sequence])
-            else:
-                first_s[sequence] = simulation.now_s
-            last_s[sequence] = simulation.now_s
-    waited = percentiles_ms([now_s - rows[sequence].arrived_s for sequence, now_s in first_s.items()])
-    assert waited is not None, "no request was served"
-    num_output = len(first_s) + len(gaps_s)
-    return StepSizingResult(sizing.name, waited, percentiles_ms(gaps_s), num_output / simulation.account.finished_s)
+        if absorbed is None:
+            continue
+        arrival = TokenArrival(simulation.now_s + overhead.delivery_s, 1)
+        for sequence in absorbed.sequences.tolist():
+            arrivals[numbers[sequence]].append(arrival)
+        for first in absorbed.first_tokens:
+            cached[first.number] = first.num_cached
+    return [
+        ServedRequest(
+            number,
+            row.arrived_s,
+            row.arrived_s,
+            row.num_prompt,
+            row.num_output,
+            tuple(arrivals[number]),
+            arrivals[number][-1].at_s if arrivals[number] else None,
+            cached.get(number),
+        )
+        for number, row in enumerate(_cut(rows, machine))
+    ]
 
 
 def _scheduler(machine: SimulatedMachine, sizing: StepSizing) -> Scheduler:
     most = machine.max_step_tokens
     policy = Policy(
-        CHUNKED,
+        PREFIX,
         itl_target_s=sizing.target_s,
         itl_stretch=sizing.stretch,
         itl_per_decode=sizing.per_decode,
         captured_sizes=captured_sizes(machine.max_rows, most),
     )
-    kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=False)
+    kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=True)
     table = CostTable(machine.constants, largest_chunk=most)  # which learns the real times
     return Scheduler(kv, max_rows=machine.max_rows, max_step_tokens=most, policy=policy, cost=table)
 
 
-def _arrivals(rows: Many[TraceRow], machine: SimulatedMachine) -> list[SimulatedArrival]:
-    """Requests with max_tokens equal to their output length."""
-    requests = []
-    for number, row in enumerate(rows):
+def _cut(rows: Many[TraceRow], machine: SimulatedMachine) -> list[TraceRow]:
+    """Requests that fit the context."""
+    cut = []
+    for row in rows:
         num_prompt = min(row.num_prompt, machine.max_model_len - 1)
         num_output = min(row.num_output, machine.max_model_len - num_prompt)
-        prompt = prompt_of(row._replace(num_prompt=num_prompt), number, VOCAB_SIZE)
-        requests.append(
-            SimulatedArrival(row.arrived_s, Request(RequestId(number), prompt, num_output, RowSampling(end_ids=())))
+        cut.append(row._replace(num_prompt=num_prompt, num_output=num_output))
+    return cut
+
+
+def _requests(rows: Many[TraceRow], overhead: ServingOverhead) -> list[SimulatedArrival]:
+    """Requests with max_tokens equal to their output length."""
+    return [
+        SimulatedArrival(
+            overhead.arrival_s(row),
+            Request(RequestId(number), prompt_of(row, number, VOCAB_SIZE), row.num_output, RowSampling(end_ids=())),
         )
-    return requests
+        for number, row in enumerate(rows)
+    ]

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from quire.bench.observer import GpuBusy, Observer, StepEvent, busy, steady_decode, token_gaps_s
+from quire.bench.service_levels import percentiles_ms
 from quire.bench.workload import BenchJob, WorkloadSlice, find, named_jobs
 from quire.core.errors import ConfigError
 from quire.core.process import gc_undisturbed
@@ -149,22 +149,6 @@ def run_closed(llm: LLM, observer: Observer, jobs: Many[BenchJob], sampling: Sam
         tuple(output.metrics for output in outputs),
         tuple(observer.steps),
     )
-
-
-class Percentiles(NamedTuple):
-    """Percentiles in milliseconds, by nearest rank: each is a measured value."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-
-def percentiles_ms(seconds: Many[float]) -> Percentiles | None:
-    if not seconds:
-        return None
-    found = np.quantile(np.asarray(seconds) * 1000, (0.5, 0.9, 0.99, 1.0), method="inverted_cdf")
-    return Percentiles(*(round(float(value), 4) for value in found))
 
 
 Report = dict[str, object]

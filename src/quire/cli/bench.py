@@ -1,5 +1,5 @@
-"""Subcommands of `quire bench` that measure an engine: throughput, latency, steps, startup, kernels, and the comparison
-with another engine. Only options: the measurements are imported when they are called."""
+"""Subcommands of `quire bench` that measure an engine: throughput, latency, steps, startup, kernels, a server under
+load, and the comparison with another engine. Only options: the measurements are imported when they are called."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -20,6 +20,9 @@ from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import FiniteRange, engine_settings, measured_engine_options
 from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.service_levels import ServiceLevel
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -338,4 +341,79 @@ def race(rival: list[str] | None, rounds: int | None, json_file: str | None, our
     work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds or 1, json_file is not None)
 
 
-COMMANDS = (throughput, latency, steps, startup, kernels, quality, first_token, race)
+def _levels(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> "tuple[ServiceLevel, ...]":
+    from quire.bench.service_levels import parse_level
+
+    try:
+        return tuple(parse_level(text) for text in value)
+    except ConfigError as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _load_options(command: Command) -> Command:
+    """The options of `serve` and `capacity`: which server, which requests, when."""
+    options = (
+        click.option("--url", metavar="URL", help="Address of an OpenAI-style server, such as http://127.0.0.1:8000."),
+        click.option("--simulate", is_flag=True, help="Instead of a server: quire's scheduler on a simulated H200 with "
+                     "Llama-3.1-8B."),
+        click.option("--trace", default="sharegpt", show_default=True, metavar="NAME",
+                     help="A trace file (.csv, .jsonl, gzipped or not), or sharegpt, mooncake, stall."),
+        click.option("--from", "from_s", type=FiniteRange(0), default=0.0, show_default=True, metavar="S",
+                     help="Seconds of the trace before the first request."),
+        click.option("--seconds", type=FiniteRange(0, min_open=True), default=60.0, show_default=True, metavar="S",
+                     help="Seconds in which requests are sent."),
+        click.option("--scale", type=FiniteRange(0, min_open=True), metavar="X",
+                     help="Factor on the arrival rate of the trace. Default: 1."),
+        click.option("--rate", type=FiniteRange(0, min_open=True), metavar="R",
+                     help="Random (Poisson) arrivals per second. Default: those of the trace; 8 if it has none."),
+        click.option("--max-prompt", type=click.IntRange(1), metavar="N", help="Leave out longer prompts (tokens)."),
+        click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts and arrivals."),
+        click.option("--model", metavar="NAME", help="Model name to send. Default: the first that the server lists."),
+        click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
+                     help="File with the API key to send."),
+        click.option("--vocab-size", type=click.IntRange(2), default=30_000, show_default=True,
+                     help="Prompt token ids are below this."),
+        click.option("--warm-up", type=click.IntRange(0), default=8, show_default=True,
+                     help="Short requests before the first."),
+        click.option("--timeout", "timeout_s", type=FiniteRange(0, min_open=True), default=600.0, show_default=True,
+                     metavar="S", help="A request that takes longer has failed."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_load_options
+@click.option("--level", "levels", multiple=True, callback=_levels, default=("500/30", "2000/100"), show_default=True,
+              metavar="TTFT/TPOT", help="Service level for the goodput, in ms; several times.")  # fmt: skip
+@click.option("--events", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write the raw events, one request per line.")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write latencies by percentile as SVG.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def serve(levels: "tuple[ServiceLevel, ...]", events: Path | None, plot: Path | None, as_json: bool,
+          **given: object) -> None:  # fmt: skip
+    """Open-loop load on a server: a trace's requests at their times; TTFT, ITL, TPOT, E2E and goodput."""
+    from quire.cli.bench_processes import LoadRun
+    from quire.cli.bench_processes import serve as work
+
+    work(LoadRun.read(given), levels, events, plot, as_json)
+
+
+@click.command()
+@_load_options
+@click.option("--level", "levels", multiple=True, callback=_levels, default=("500/30",), show_default=True,
+              metavar="TTFT/TPOT", help="Service level in ms; several times: one search each.")  # fmt: skip
+@click.option("--tolerance", type=FiniteRange(0, 1, min_open=True), default=0.05, show_default=True,
+              help="The search ends when the rate is known within this fraction.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def capacity(levels: "tuple[ServiceLevel, ...]", tolerance: float, as_json: bool, **given: object) -> None:
+    """The highest rate at which 99 % of the requests meet a service level, by bisection of the arrival rate."""
+    from quire.cli.bench_processes import LoadRun
+    from quire.cli.bench_processes import capacity as work
+
+    work(LoadRun.read(given), levels, tolerance, as_json)
+
+
+COMMANDS = (throughput, latency, steps, startup, kernels, quality, first_token, race, serve, capacity)

@@ -20,9 +20,10 @@ from quire.bench.attention_steps import AttentionStep
 from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
 from quire.bench.quality import WeightQuality, measure_quality, read_text
+from quire.bench.service_levels import Percentiles, percentiles_ms
 from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.step_times import RaggedStep, measure_steps
-from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
+from quire.bench.throughput import Measurement, measure
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
 from quire.cli.load_model import NamedModel, headline, start

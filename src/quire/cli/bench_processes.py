@@ -1,7 +1,8 @@
-"""`quire bench serve` and `race`: measurements of other processes, as a table or as one JSON object.
+"""`quire bench serve`, `capacity`, `overhead` and `race`: measurements of other processes, as a table or as JSON.
 
-serve: the cost of the server. race: quire and another engine's command, or other engines that it installs, interleaved.
-Loads no torch.
+serve: open-loop load on a server, or the same simulated. capacity: the highest rate that holds a service level.
+overhead: the cost of the server. race: quire and another engine's command, or other engines that it installs,
+interleaved. Loads no torch.
 """
 
 import json
@@ -11,9 +12,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from quire.bench.load_client import LoadSettings, TargetServer, endpoint, send_load
 from quire.bench.race import (
     CommandComparison,
     CpuInfo,
@@ -26,17 +29,191 @@ from quire.bench.race import (
     spread,
 )
 from quire.bench.race_peer import Peer, PeerUnsupported, our_entry, peer_entry, peers_folder
+from quire.bench.service_levels import (
+    CapacityProbe,
+    LoadSummary,
+    Percentiles,
+    PlotPoint,
+    ServedRequest,
+    ServiceLevel,
+    attainment,
+    event_lines,
+    find_capacity,
+    percentile_curves,
+    plain,
+    summarize,
+)
 from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
+from quire.bench.step_sizing import H200_MACHINE, HTTP_OVERHEAD, simulate, sizings
 from quire.bench.workload import RaceWorkload, find_race_workload
 from quire.catalog.locate import Located, locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report
 from quire.cli.console import err, out, progress_bars, size
 from quire.cli.options import check_serving, engine_settings
+from quire.core.errors import ConfigError, EngineFailed
 from quire.version import __version__
+from quire.workload.traces import TraceRow, TraceWindow, trace_rows
 
 
-def serve(load: ServingLoad, repeats: int, as_json: bool) -> None:
+class LoadRun(NamedTuple):
+    """Which requests go where. Read and checked before anything is sent."""
+
+    trace: str
+    window: TraceWindow
+    server: TargetServer | None  # None: simulated
+    settings: LoadSettings
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "LoadRun":
+        if given["simulate"] == (given["url"] is not None):
+            raise ConfigError("Give the address of a server with --url, or --simulate.", param="url")
+        if given["rate"] is not None and given["scale"] is not None:
+            raise ConfigError("Give --scale, a factor on the trace's rate, or --rate, not both.", param="rate")
+        key_file: Path | None = given["api_key_file"]
+        server = None
+        if given["url"] is not None:
+            server = endpoint(given["url"], given["model"], key_file.read_text().strip() if key_file else None)
+        window = TraceWindow(
+            given["from_s"], given["seconds"], given["scale"] or 1.0, given["rate"], given["max_prompt"]
+        )
+        settings = LoadSettings(given["vocab_size"], given["seed"], given["warm_up"], given["timeout_s"])
+        return cls(given["trace"], window, server, settings)
+
+    def rows(self, scale: float = 1.0) -> list[TraceRow]:
+        """The requests, at a further factor on their rate."""
+        window = self.window
+        if window.rate is not None:
+            window = window._replace(rate=window.rate * scale)
+        else:
+            window = window._replace(scale=window.scale * scale)
+        return window.select(trace_rows(self.trace), self.trace, self.settings.seed)
+
+    def send(self, rows: Many[TraceRow]) -> list[ServedRequest]:
+        if self.server is None:
+            return simulate(rows, H200_MACHINE, sizings()[-1], HTTP_OVERHEAD)
+        return send_load(rows, self.server, self.settings)
+
+    @property
+    def place(self) -> str:
+        return "simulated H200, Llama-3.1-8B" if self.server is None else f"{self.server.url} ({self.server.model})"
+
+    def facts(self) -> dict[str, object]:
+        server = None if self.server is None else {"url": self.server.url, "model": self.server.model}
+        return {
+            "quire": __version__,
+            "command": ["quire", *sys.argv[1:]],
+            "simulated": self.server is None,
+            "server": server,
+            "trace": Path(self.trace).name,
+            **self.window._asdict(),
+            **self.settings._asdict(),
+        }
+
+
+def serve(run: LoadRun, levels: Many[ServiceLevel], events: Path | None, plot: Path | None, as_json: bool) -> None:
+    rows = run.rows()
+    _say(f"{len(rows)} requests of {run.trace} over {rows[-1].arrived_s:.0f} s to {run.place}")
+    records = run.send(rows)
+    summary = summarize(records)
+    if events is not None:
+        _write(events, event_lines({"bench": "serve", **run.facts()}, records), "events")
+    if plot is not None:
+        title = f"{Path(run.trace).name}, {summary.requests_per_s:.2f} requests/s"
+        _write(plot, _percentile_plot(title, percentile_curves(records)), "plot")
+    if as_json:
+        print(json.dumps({"bench": "serve", **run.facts(), **plain(summary, records, levels)}))
+    else:
+        _print_load(run, summary, plain(summary, records, levels))
+    if summary.failed == summary.requests:
+        raise EngineFailed(f"No request was served: {summary.errors[0]}")
+
+
+def _percentile_plot(title: str, found: Mapping[str, Many[PlotPoint]]) -> str:
+    """TTFT, and below it ITL and TPOT."""
+    from quire.bench.scheduler import Curve, Point, svg  # loads torch
+
+    curves = {name: Curve(name, tuple(Point(*point) for point in points)) for name, points in found.items()}
+    if not curves:
+        raise ConfigError("No request was served: there is nothing to plot.", param="plot")
+    panels = ([curves[name] for name in names if name in curves] for names in (("TTFT",), ("ITL", "TPOT")))
+    return svg(title, "1 / (1 - quantile): 2 is p50, 10 p90, 100 p99", "ms", *filter(None, panels))
+
+
+def _print_load(run: LoadRun, summary: LoadSummary, figures: Mapping[str, Any]) -> None:
+    out.print(f"{summary.requests} requests of {run.trace} · {run.place} · quire {__version__}")
+    table = Table()
+    for column in ("ms", *Percentiles._fields):
+        table.add_column(column, justify="left" if column == "ms" else "right")
+    for name, times in (("TTFT", summary.ttft_ms), ("ITL", summary.itl_ms), ("TPOT", summary.tpot_ms),
+                        ("E2E", summary.e2e_ms), ("sent late", summary.late_ms)):  # fmt: skip
+        table.add_row(name, *([f"{value:,.1f}" for value in times] if times else ["–"] * len(Percentiles._fields)))
+    out.print(table)
+    cached = "" if summary.cached_tokens is None else f" ({summary.cached_tokens:,} cached)"
+    out.print(
+        f"{summary.requests_per_s:.2f} requests/s sent · {summary.prompt_tokens:,} prompt tokens{cached} · "
+        f"{summary.output_tokens:,} output tokens, {summary.output_tokens_per_s:,.0f}/s over {summary.seconds:.1f} s"
+    )
+    for level in figures["levels"]:
+        out.print(f"level {level['level']} ms: met by {level['met_share']:.1%}, goodput {level['goodput_per_s']:.2f}/s")
+    if summary.short:
+        out.print(f"{summary.short} had fewer tokens than asked for.")
+    for error in summary.errors:
+        out.print(f"{summary.failed} failed: {error}")
+
+
+def capacity(run: LoadRun, levels: Many[ServiceLevel], tolerance: float, as_json: bool) -> None:
+    found: list[dict[str, object]] = []
+    for level in levels:
+
+        def probe(scale: float, level: ServiceLevel = level) -> CapacityProbe | None:
+            try:
+                rows = run.rows(scale)
+            except ConfigError:
+                if scale < 1:  # no request comes within the window
+                    return None
+                raise
+            records = run.send(rows)
+            made = CapacityProbe(scale, summarize(records).requests_per_s, attainment(records, level))
+            _say(f"level {level}: {made.requests_per_s:.2f} requests/s: met by {made.met_share:.1%}")
+            return made
+
+        probes = find_capacity(probe, 1.0, tolerance)
+        best = max([each for each in probes if each.holds], key=lambda each: each.scale, default=None)
+        found.append(
+            {
+                "level": str(level),
+                "capacity_per_s": None if best is None else round(best.requests_per_s, 4),
+                "scale": None if best is None else round(best.scale, 4),
+                "bracketed": not all(each.holds for each in probes),
+                "probes": [each._asdict() for each in probes],
+            }
+        )
+    if as_json:
+        print(json.dumps({"bench": "capacity", **run.facts(), "levels": found}))
+        return
+    out.print(f"{run.trace} · {run.place} · quire {__version__}")
+    table = Table("level, ms", "requests/s at which 99 % meet it", "factor on the given rate", "loads")
+    for each, level in zip(found, levels, strict=True):
+        most = "none of the tried rates" if each["scale"] is None else f"{each['capacity_per_s']:.2f}"
+        assert isinstance(each["probes"], list)
+        table.add_row(
+            str(level),
+            most if each["bracketed"] else f"at least {most}",
+            "–" if each["scale"] is None else f"{each['scale']:.2f}",
+            str(len(each["probes"])),
+        )
+    out.print(table)
+
+
+def _write(path: Path, text: str, param: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.", param=param) from None
+
+
+def overhead(load: ServingLoad, repeats: int, as_json: bool) -> None:
     check_serving()
     measured = measure_serving(load, repeats, lambda text: err.print(text, style="dim"))
     if as_json:

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
 from quire.bench.scheduler import TURNOVERS, Curve, PlanningCost, Point, bars, measure, svg
-from quire.bench.step_sizing import StepSizingResult, compare, sizings
-from quire.bench.throughput import Percentiles
+from quire.bench.service_levels import LoadSummary, Percentiles, summarize
+from quire.bench.step_sizing import H200_MACHINE, StepSizing, simulate, sizings
 from quire.cli.console import err, out
 from quire.core.errors import ConfigError
 from quire.sched.policy import PREFIX
 from quire.version import __version__
-from quire.workload.traces import TraceRow, poisson, read_trace, sample
+from quire.workload.traces import TraceWindow, poisson, trace_rows
 
 
 def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | None, as_json: bool) -> None:
@@ -76,12 +76,6 @@ def _curves(lines: Many[PlanningCost]) -> list[Curve]:
         Curve(f"{waiting:,} waiting, {turnover:.0%} turnover", tuple(some), dashed=turnover > 0)
         for (turnover, waiting), some in points.items()
     ]
-
-
-def trace_rows(workload: str) -> list[TraceRow]:
-    """The requests of a file, or of a sample in the package."""
-    path = Path(workload)
-    return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(workload)
 
 
 def regimes(workload: str, requests: int | None, given: Mapping[str, float], as_json: bool) -> None:
@@ -161,56 +155,37 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"The plot cannot be written to {path}: {error.strerror or error}.", param="plot") from None
 
 
-_MACHINE = SimulatedMachine(num_blocks=50_000, max_model_len=16_384)
-_DEFAULT_RATE = 8.0  # a second
-
-
-def pacing(workload: str, given: Mapping[str, float | None], itl_target_ms: float | None, as_json: bool) -> None:
-    rows = _window(workload, **given)
+def pacing(workload: str, window: TraceWindow, itl_target_ms: float | None, as_json: bool) -> None:
+    rows = window.select(trace_rows(workload), workload)
     policies = sizings(None if itl_target_ms is None else itl_target_ms / 1000)
-    results = compare(rows, _MACHINE, policies, lambda text: err.print(text, style="dim"))
+    results = []
+    for policy in policies:
+        err.print(policy.name, style="dim")
+        results.append(summarize(simulate(rows, H200_MACHINE, policy)))
     if as_json:
-        runs = [_plain(result, policy.target_s) for result, policy in zip(results, policies, strict=True)]
+        runs = [_plain(policy, result) for policy, result in zip(policies, results, strict=True)]
+        given = {"rate": window.rate, "scale": window.scale, "skip_s": window.from_s, "seconds": window.seconds}
         print(json.dumps({"bench": "pacing", "workload": workload, **given, "requests": len(rows), "runs": runs}))
         return
     out.print(f"{len(rows)} requests of {workload}, Llama-3.1-8B on an H200, simulated · quire {__version__}")
     table = Table("target", *(f"{what}, ms: {of}" for what in ("first token", "gaps") for of in ("p50", "p99", "max")),
                   "tokens/s")  # fmt: skip
-    for result, policy in zip(results, policies, strict=True):
-        name = result.name if policy.target_s is None else f"{1000 * policy.target_s:.1f} ms, {result.name}"
-        times = [*_shown(result.first_tokens_ms), *_shown(result.gaps_ms)]
-        table.add_row(name, *times, f"{result.tokens_per_s:,.0f}")
+    for policy, result in zip(policies, results, strict=True):
+        name = policy.name if policy.target_s is None else f"{1000 * policy.target_s:.1f} ms, {policy.name}"
+        times = [*_shown(result.ttft_ms), *_shown(result.itl_ms)]
+        table.add_row(name, *times, f"{result.output_tokens_per_s:,.0f}")
     out.print(table)
-
-
-def _window(
-    workload: str, rate: float | None, scale: float | None, skip_s: float | None, seconds: float | None
-) -> Many[TraceRow]:
-    """The requests that arrive in the chosen seconds."""
-    assert scale is not None and skip_s is not None and seconds is not None
-    rows = trace_rows(workload)
-    if rate is not None or rows[-1].arrived_s == 0.0:
-        rows = poisson(rows, rate or _DEFAULT_RATE, seed=0)
-    last_s = rows[-1].arrived_s
-    rows = [row._replace(arrived_s=(row.arrived_s - skip_s) / scale) for row in rows]
-    rows = [row for row in rows if 0 <= row.arrived_s < seconds]
-    if not rows:
-        raise ConfigError(
-            f"No request of {workload} comes within {seconds:g} s after the first {skip_s:g}, at {scale:g} times its "
-            f"speed: it has {last_s:.0f} s. Give another --skip, or more --seconds."
-        )
-    return rows
 
 
 def _shown(times: Percentiles | None) -> list[str]:
     return ["–"] * 3 if times is None else [f"{time:.1f}" for time in (times.p50, times.p99, times.max)]
 
 
-def _plain(result: StepSizingResult, target_s: float | None) -> dict[str, object]:
+def _plain(policy: StepSizing, result: LoadSummary) -> dict[str, object]:
     return {
-        "name": result.name,
-        "target_ms": None if target_s is None else 1000 * target_s,
-        "first_token_ms": result.first_tokens_ms._asdict(),
-        "gap_ms": None if result.gaps_ms is None else result.gaps_ms._asdict(),
-        "tokens_per_s": round(result.tokens_per_s, 1),
+        "name": policy.name,
+        "target_ms": None if policy.target_s is None else 1000 * policy.target_s,
+        "first_token_ms": None if result.ttft_ms is None else result.ttft_ms._asdict(),
+        "gap_ms": None if result.itl_ms is None else result.itl_ms._asdict(),
+        "tokens_per_s": round(result.output_tokens_per_s, 1),
     }

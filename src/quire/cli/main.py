@@ -274,19 +274,19 @@ def bench_transformers(model: str | None, **given: object) -> None:
     work(opened, given)
 
 
-@bench.command("serve")
+@bench.command("overhead")
 @click.option("--model", help="A path, a short name or a hub id. Default: the default model.")
 @click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Concurrent streams.")
 @click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each stream.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Repetitions, interleaved.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of each engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def bench_serve(
+def bench_overhead(
     model: str | None, streams: int, output_tokens: int, repeats: int, threads: int | None, as_json: bool
 ) -> None:
     """Overhead of the server: the same streams through the engine alone and over HTTP, interleaved, with CPU times."""
     from quire.bench.serving import ServingLoad
-    from quire.cli.bench_processes import serve as work
+    from quire.cli.bench_processes import overhead as work
 
     work(ServingLoad(model, streams, output_tokens, threads), repeats, as_json)
 
@@ -337,11 +337,15 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
 @click.option("--itl-target", "itl_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
               help="Inter-token latency target, instead of the default.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **given: float | None) -> None:
+def bench_pacing(
+    workload: str, rate: float | None, scale: float, skip_s: float, seconds: float, itl_target_ms: float | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Effect of step sizing on time to first token and inter-token latency, on a simulated H200."""
     from quire.cli.bench_scheduler import pacing as work
+    from quire.workload.traces import TraceWindow
 
-    work(workload, given, itl_target_ms, as_json)
+    work(workload, TraceWindow(skip_s, seconds, scale, rate), itl_target_ms, as_json)
 
 
 for command in COMMANDS:

@@ -15,9 +15,15 @@ from quire.config import EngineConfig, MachineInfo, ResolvedConfig, resolve, res
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
-from quire.engine.build_scheduler import captured_sizes, load_vocabulary, make_grammars, make_scheduler, make_validator
+from quire.engine.build_scheduler import (
+    captured_sizes,
+    first_costs,
+    load_vocabulary,
+    make_grammars,
+    make_scheduler,
+    make_validator,
+)
 from quire.engine.engine import Engine
-from quire.engine.initial_costs import first_costs
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model

@@ -1,8 +1,14 @@
-"""Builds the request validator and the scheduler of an engine from resolved settings. Needs no torch."""
+"""Builds the request validator, the cost table and the scheduler of an engine from resolved settings. Needs no torch.
+
+The cost table starts as a roofline of model and device, before any request. With CUDA graphs, and on a CPU, two steps
+are timed, and the roofline follows from that. On a GPU without graphs the device's numbers are stated, not measured.
+They decide only the first steps; the table corrects itself by the median of what steps of a kind really took. What
+copying a block to the host and back takes is measured by `measure_transfer`.
+"""
 
 import importlib.util
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.core.errors import QuireError
@@ -11,7 +17,7 @@ from quire.engine.request_validator import RequestValidator
 from quire.kv.manager import KVManager, count_blocks
 from quire.runner.graph_shapes import prompt_sizes, rows_beside
 from quire.sched.batching import MAX_STRETCH, PER_DECODE
-from quire.sched.cost_model import CostTable
+from quire.sched.cost_model import Constants, CostTable, roofline
 from quire.sched.policy import REGIMES, CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
@@ -19,6 +25,7 @@ from quire.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
+    from quire.runner.cuda_graphs import StepTimes
 
 
 def make_validator(vocab_size: int, end_ids: tuple[int, ...], resolved: ResolvedConfig) -> RequestValidator:
@@ -46,6 +53,56 @@ def load_vocabulary(grammars: "GrammarMasks") -> None:
     with a grammar are refused."""
     with suppress(QuireError):
         grammars.load_vocabulary()
+
+
+class DeviceRates(NamedTuple):
+    """What a device sustains."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    overhead_s: float  # of one step
+
+
+# Half of an A100's specification (312 TFLOP/s in bf16, 2 TB/s), and a few hundred eager launches per step: sustained
+# rates of an ordinary GPU, within a factor of three or so.
+_UNTIMED_GPU = DeviceRates(1.5e14, 1e12, 3e-3)
+
+
+def measured_costs(pace: "StepTimes", *, weight_bytes: int, kv_bytes_per_token: int, num_parameters: int) -> Constants:
+    """A step with one row reads the weights once; a full one multiplies by them."""
+    return roofline(
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        flops_per_s=2 * num_parameters / pace.token_s,
+        bytes_per_s=weight_bytes / pace.decode_s,
+        overhead_s=0.0,
+    )
+
+
+def first_costs(
+    pace: "StepTimes | None",
+    *,
+    num_parameters: int,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    largest_chunk: int,
+) -> CostTable:
+    """The table an engine starts with. `num_parameters`: those used per token."""
+    if pace is not None:
+        measured = measured_costs(
+            pace, weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes_per_token, num_parameters=num_parameters
+        )
+        return CostTable(measured, largest_chunk)
+    constants = roofline(
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        flops_per_s=_UNTIMED_GPU.flops_per_s,
+        bytes_per_s=_UNTIMED_GPU.bytes_per_s,
+        overhead_s=_UNTIMED_GPU.overhead_s,
+    )
+    return CostTable(constants, largest_chunk)
 
 
 def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, ...]:

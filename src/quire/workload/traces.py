@@ -98,14 +98,56 @@ _FORMATS: dict[str, Callable[[_Record], TraceRow]] = {
 
 
 _FILES = {"sharegpt": "sharegpt_lengths.csv.gz", "mooncake": "mooncake_synthetic.jsonl.gz"}
-SAMPLES = tuple(_FILES)
+_STALL, _STALL_PROMPTS = "stall", 300
+SAMPLES = (*_FILES, _STALL)
 
 
 def sample(name: str) -> list[TraceRow]:
+    """A trace of the package by its name. `stall`: 32 chats, and from 4 s on a prompt of 8,192 tokens every 2 s."""
+    if name == _STALL:
+        chats = [TraceRow(0.02 * number, 256, 1500) for number in range(32)]
+        return chats + [TraceRow(4.0 + 2 * number, 8192, 8) for number in range(_STALL_PROMPTS)]
     if name not in _FILES:
         raise ConfigError(f"There is no sample {name!r}; there are {', '.join(SAMPLES)}.", param="workload")
     file = resources.files("quire.workload") / "data" / _FILES[name]
     return parse_trace(file.read_bytes(), file.name)
+
+
+def trace_rows(trace: str) -> list[TraceRow]:
+    """The requests of a file, or of a sample in the package."""
+    path = Path(trace)
+    return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(trace)
+
+
+class TraceWindow(NamedTuple):
+    """A part of a trace: its arrivals from `from_s` on for `seconds`, in the time of the replay."""
+
+    from_s: float = 0.0
+    seconds: float = 60.0
+    scale: float = 1.0  # factor on the arrival rate
+    rate: float | None = None  # random arrivals per second instead of the trace's
+    max_prompt: int | None = None  # tokens; requests with longer prompts are left out
+
+    def select(self, rows: Iterable[TraceRow], trace: str, seed: int = 0) -> list[TraceRow]:
+        """The requests of the window; `trace` is for error messages."""
+        limit = self.max_prompt
+        rows = [row for row in rows if limit is None or row.num_prompt <= limit]
+        if not rows:
+            raise ConfigError(f"Every prompt of {trace} has more than {limit} tokens.")
+        if self.rate is not None or rows[-1].arrived_s == 0.0:
+            rows = poisson(rows, self.rate or _DEFAULT_RATE, seed)
+        last_s = rows[-1].arrived_s
+        rows = [row._replace(arrived_s=(row.arrived_s - self.from_s) / self.scale) for row in rows]
+        rows = [row for row in rows if 0 <= row.arrived_s < self.seconds]
+        if not rows:
+            raise ConfigError(
+                f"No request of {trace} comes within {self.seconds:g} s after the first {self.from_s:g}, at "
+                f"{self.scale:g} times its speed: it has {last_s:.0f} s. Start earlier, or give more seconds."
+            )
+        return rows
+
+
+_DEFAULT_RATE = 8.0  # a second, where the trace has no arrivals
 
 
 def poisson(rows: Iterable[TraceRow], per_s: float, seed: int) -> list[TraceRow]:
