@@ -5,7 +5,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +44,7 @@ SHALLOW_CACHE = models_folder().parent / "shallow"  # as XDG_CACHE_HOME
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run every example of every grid: see tests/tiers.py")
+    parser.addoption("--dose", type=int, help="how many requests, kills or connections the test of an attack makes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +70,13 @@ def pytest_xdist_setupnodes() -> None:
     """Before several processes begin: of those that would fetch the model at once, all but one would say they wait."""
     with suppress(QuireError):  # the tests that need it report why it is not there
         write_shallow_model(fetch(DEFAULT_MODEL, models_folder(), ignore), SHALLOW_CACHE)
+
+
+@pytest.fixture(scope="session")
+def dose(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """How much of its attack a test makes: as `--dose` says, or the number that the test names."""
+    given = pytestconfig.getoption("--dose")
+    return lambda usual: usual if given is None else given
 
 
 @pytest.fixture(scope="session")

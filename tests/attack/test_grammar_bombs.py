@@ -1,6 +1,7 @@
 """Hostile grammars of one tenant beside ordinary requests of another."""
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -10,14 +11,15 @@ import pytest
 
 from tests.attack.bombs import lark_bomb, regex_bomb, schema_bomb
 from tests.attack.conftest import HOSTILE, INNOCENT
-from tests.chaos.conftest import Report
+from tests.chaos.conftest import Dose, Report
 from tests.chaos.test_long import percentile
-from tests.server.many_clients import RawResponse, fetch, request
+from tests.server.many_clients import RawClient, RawResponse, fetch, request
 from tests.server.scripted_servers import completion_body
 from tests.server.server_process import Running
 
 NUM_BOMBS = 150
 NUM_HOSTILE = 4  # clients at a time
+WATCHED = request(completion_body("endless", stream=True), headers=INNOCENT)
 
 
 def bomb(chance: random.Random) -> dict[str, object]:
@@ -41,13 +43,34 @@ def ordinary(number: int) -> dict[str, object]:
 class Attack:
     """What the hostile and the innocent clients received."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, num_bombs: int) -> None:
         self._port = port
+        self._num_bombs = num_bombs
         self._chance = random.Random(20)
         self.hostile: list[RawResponse] = []
         self.innocent: list[RawResponse] = []
+        self.gaps_s: list[
+            float
+        ] = []  # between the tokens of a stream: an engine that stands still shows here
+
+    async def watch(self) -> None:
+        """One stream after another, until it is cancelled."""
+        while True:
+            watched = await RawClient.connect(self._port, WATCHED)
+            await watched.receive_until(b"data: ")
+            while b"[DONE]" not in watched.received[-64:]:
+                began_s = time.monotonic()
+                await watched.receive_some()
+                self.gaps_s.append(time.monotonic() - began_s)
+            watched.disconnect()
 
     async def run(self) -> None:
+        watching = asyncio.create_task(self.watch())
+        await self._run()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    async def _run(self) -> None:
         clients = [asyncio.create_task(self._attack()) for _ in range(NUM_HOSTILE)]
         number = 0
         while not all(client.done() for client in clients):
@@ -58,15 +81,24 @@ class Attack:
         await asyncio.gather(*clients)
 
     async def _attack(self) -> None:
-        for _ in range(NUM_BOMBS // NUM_HOSTILE):
+        for _ in range(self._num_bombs // NUM_HOSTILE):
             sent = request(completion_body("hi", max_tokens=40, **bomb(self._chance)), headers=HOSTILE)
             self.hostile.append(await fetch(self._port, sent))
 
 
+async def quiet_gaps_s(port: int) -> list[float]:
+    """The same without an attack: what the machine does to a stream."""
+    quiet = Attack(port, 0)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(quiet.watch(), 10)
+    return quiet.gaps_s
+
+
 @pytest.mark.timeout(1800)
-def test_grammar_bombs(server: Running, report: Report) -> None:
+def test_grammar_bombs(server: Running, report: Report, dose: Dose) -> None:
+    quiet_s = asyncio.run(quiet_gaps_s(server.port))
     engine, before_bytes, began_s = server.engine_pid, server.resident_bytes, time.monotonic()
-    attack = Attack(server.port)
+    attack = Attack(server.port, dose(NUM_BOMBS))
     asyncio.run(attack.run())
     statuses = Counter(each.status for each in attack.hostile)
     grown = server.resident_bytes - before_bytes
@@ -74,6 +106,9 @@ def test_grammar_bombs(server: Running, report: Report) -> None:
     report("slowest answer to a bomb, s", round(max(each.seconds for each in attack.hostile), 2))
     report("meanwhile requests of another tenant, half with a new schema", len(attack.innocent))
     report("  their p50 and p99, s", [round(percentile([r.seconds for r in attack.innocent], p), 3) for p in (50, 99)])
+    for when, gaps_s in (("meanwhile", attack.gaps_s), ("for 10 s before", quiet_s)):
+        figures = [round(1000 * percentile(gaps_s, share)) for share in (50, 99, 100)]
+        report(f"  between the tokens of a stream {when}: p50, p99 and longest, ms", figures)
     report("  in all, s; front's memory, MiB more", (round(time.monotonic() - began_s), grown >> 20))
     assert set(statuses) <= {200, 400, 503}, "503: all compilers were busy, with its own bombs"
     assert {each.status for each in attack.innocent} == {200}

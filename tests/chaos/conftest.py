@@ -9,6 +9,7 @@ from tests.server.scripted_servers import scripted
 from tests.server.server_process import Running
 
 Report = Callable[[str, object], None]
+Dose = Callable[[int], int]
 
 NUM_ROWS = 64
 

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given, settings
@@ -436,6 +436,21 @@ def test_idle_connections_of_one_address_give_way_to_another(is_kept: bool) -> N
         networks = server.server.config.http_protocol_class.networks  # type: ignore[union-attr]
         server.control()
         wait_until(lambda: not networks)
+
+
+def test_an_address_that_takes_every_place_for_errors_too_gives_way_to_another() -> None:
+    """Connections above the limit that send nothing would keep their places for the time of `linger_s`."""
+    limits = ConnectionLimits(connections=2, turned_away=2, linger_s=1000, head_s=1000)
+    with running_server(limits=limits) as server, ExitStack() as connections:
+        for _ in range(limits.connections + limits.turned_away):
+            connections.enter_context(server.connect())
+        with server.connect() as refused:
+            assert received_until_closed(refused) == b""
+        address = ("127.0.0.1", server.port)
+        for _ in range(2):
+            with socket.create_connection(address, 20, source_address=("127.0.0.2", 0)) as other:
+                other.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+                assert b"200 OK" in first_response(other)
 
 
 # Anything

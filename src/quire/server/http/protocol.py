@@ -175,12 +175,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._number = next(self.numbers)
         self.networks[self._network] += 1
         num_others = len(self.connections) - 1
-        if num_others >= self.limits.connections + self.limits.turned_away:
-            transport.abort()
-        elif num_others >= self.limits.connections and not self._make_room():
+        if num_others < self.limits.connections or self._make_room():
+            self._await_head()
+        elif num_others < self.limits.connections + self.limits.turned_away:
             self._enter(ConnectionPhase.TURNED_AWAY, self.limits.linger_s, self._close)
         else:
-            self._await_head()
+            transport.abort()
 
     def _make_room(self) -> bool:
         """Close the oldest connection without a request of the network that has the most, if that is another one."""
