@@ -49,9 +49,7 @@ class Attack:
         self._chance = random.Random(20)
         self.hostile: list[RawResponse] = []
         self.innocent: list[RawResponse] = []
-        self.gaps_s: list[
-            float
-        ] = []  # between the tokens of a stream: an engine that stands still shows here
+        self.gaps_s: list[float] = []  # between the tokens of a stream: an engine that stands still shows here
 
     async def watch(self) -> None:
         """One stream after another, until it is cancelled."""

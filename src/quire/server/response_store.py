@@ -66,12 +66,13 @@ class StoredResponse:
     input: tuple[StoredItem, ...]  # with those of the responses before it
     output: tuple[StoredItem, ...] = ()
     background: bool = False
+    outline: bytes | None = b""  # of its stream: the events follow from it and the body; None: there are none
     running: RunningResponse | None = None
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         items = (*self.input, *self.output)
-        content = len(self.body) + sum(len(item.id) + len(item.json) for item in items)
+        content = len(self.body) + len(self.outline or b"") + sum(len(item.id) + len(item.json) for item in items)
         self.num_bytes = _ENTRY_BYTES + _ITEM_BYTES * len(items) + content
 
     @property

@@ -62,6 +62,23 @@ def test_each_token_of_the_text_has_one(client: openai.OpenAI, question: str) ->
     assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
 
 
+@pytest.mark.parametrize("question", ["plain please", "think please", "call please"])
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_stream_of_all_kinds_of_items_is_replayed(client: openai.OpenAI, question: str, scored: bool) -> None:
+    fields: Any = {"include": LOGPROBS, "top_logprobs": 3} if scored else {}
+    events = list(client.responses.create(model=MODEL, input=question, tools=[TOOL], stream=True, **fields))
+    last = events[-1]
+    assert last.type == "response.completed"
+    for after in (-1, len(events) // 2):
+        skipped: Any = {} if after < 0 else {"starting_after": after}
+        with client.responses.retrieve(last.response.id, stream=True, **skipped) as replayed:
+            assert list(replayed) == events[after + 1 :]
+    whole = client.responses.create(model=MODEL, input=question, tools=[TOOL], **fields)
+    with client.responses.retrieve(whole.id, stream=True) as replayed:
+        undivided = list(replayed)
+    assert undivided[-1].type == "response.completed" and undivided[-1].response == whole
+
+
 def test_they_are_given_if_asked_for(client: openai.OpenAI) -> None:
     assert part_of(client.responses.create(model=MODEL, input="hi")).logprobs == []
     alone = part_of(client.responses.create(model=MODEL, input="hi", include=LOGPROBS)).logprobs

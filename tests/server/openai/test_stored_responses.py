@@ -256,8 +256,44 @@ def test_a_background_stream_goes_on_without_its_client_and_is_followed_again(
     assert rest[:2] == first[4:]
     assert rest[-1].type == "response.incomplete" and rest[-1].response.status == "incomplete"
     assert client.responses.retrieve(response_id).output == rest[-1].response.output
-    answer = http.get(f"/v1/responses/{response_id}", params={"stream": "true"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream"), "it has ended"
+    wait_until_at_rest(http)
+    with client.responses.retrieve(response_id, stream=True, starting_after=3) as replayed:
+        assert list(replayed) == rest, "it has ended"
+    with client.responses.retrieve(response_id, stream=True, starting_after=10**6) as nothing:
+        assert not list(nothing)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("text", ["hi", "boom"])
+def test_a_stream_is_replayed_to_the_byte(http: httpx.Client, text: str, background: bool) -> None:
+    body = {"input": text, "stream": True, "background": background, "metadata": {"number": "10", "ä": "🙂"}}
+    sent = http.post("/v1/responses", json=body).text
+    events = sent.split("\n\n")
+    response_id = json.loads(events[0].partition("data: ")[2])["response"]["id"]
+    path = f"/v1/responses/{response_id}"
+    assert http.get(path, params={"stream": "true"}).text == sent
+    for after in range(len(events)):
+        replayed = http.get(path, params={"stream": "true", "starting_after": after})
+        assert (replayed.status_code, replayed.text) == (200, "\n\n".join(events[after + 1 :]))
+    wait_until_at_rest(http)
+
+
+def test_a_response_that_was_not_streamed_is_replayed_in_one_delta(client: openai.OpenAI) -> None:
+    made = ask(client, "hi")
+    with client.responses.retrieve(made.id, stream=True) as replayed:
+        events = list(replayed)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.delta for event in events if event.type == "response.output_text.delta"] == ["Hello."]
+    assert events[-1].type == "response.completed" and events[-1].response.output == made.output
+
+
+def test_a_cancelled_response_has_no_events(client: openai.OpenAI, http: httpx.Client) -> None:
+    made = ask(client, "endless", background=True)
+    answer = http.get(f"/v1/responses/{made.id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream"), "it is generated without stream"
+    client.responses.cancel(made.id)
+    answer = http.get(f"/v1/responses/{made.id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "response_cancelled")
     wait_until_at_rest(http)
 
 
@@ -297,7 +333,6 @@ def test_what_cannot_be_combined(client: openai.OpenAI, http: httpx.Client) -> N
     made = ask(client, "hi")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(made.id)
-    assert http.get(f"/v1/responses/{made.id}", params={"stream": "true"}).json()["error"]["param"] == "stream"
 
 
 def test_input_tokens_are_counted_as_they_are_used(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -108,7 +108,7 @@ async def stream(
 
     Waits up to `keep_alive_s` for the first event, so that an early error keeps its status.
     """
-    first = asyncio.ensure_future(anext(events))
+    first = asyncio.ensure_future(anext(events, b""))  # there may be none
     gone = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait({first, gone}, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)

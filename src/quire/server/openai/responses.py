@@ -4,7 +4,9 @@ A response is stored unless `store` is false. One with `background` is generated
 and polled or followed (`background.py`); it counts as an open request until it ends, and is lost with the server.
 """
 
+import asyncio
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -19,11 +21,11 @@ from quire.server.chat.session import ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import context_of
-from quire.server.http.sse import json_response, run_inline_if_short, stream, until_disconnect
-from quire.server.openai.background import BackgroundResponse, EventLog, response_events
+from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
+from quire.server.openai.background import BackgroundResponse, EventLog, ResponseCancelled, response_events
 from quire.server.openai.chunks import TokenText
 from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat, stored_items
-from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs
+from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs, replayed
 from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, chat_generation
 from quire.server.request.schema import ChatBody
@@ -33,6 +35,7 @@ _SHORT_BYTES = 1 << 16  # of a stored conversation: read inline
 _MAX_LISTED = 100  # items of a page, as OpenAI has it
 _NUM_LISTED = 20
 _MAX_DIGITS = 9  # of the number of an event
+_EVENTS_AT_ONCE = 64  # of a replayed stream: about 0.2 ms
 
 
 class ResponseNotFound(QuireError):
@@ -70,7 +73,7 @@ async def responses(state: ServerState, request: Request) -> Response:
 
         def ended(final: Body) -> None:
             if body.store is not False:
-                state.responses.put(_stored(owner, final, items))
+                state.responses.put(_stored(owner, final, items, response.outline))
 
         response = ResponsesResponse(model.name, body, generation, logprobs, ended)
         if generation.stream:
@@ -91,20 +94,32 @@ async def input_tokens(state: ServerState, request: Request) -> Response:
 
 
 async def retrieve(state: ServerState, request: Request) -> Response:
-    """The response as it is; with `stream`, the events of one that is being generated, from any of them on."""
+    """The response as it is; with `stream`, its events from any of them on, and those to come while it is generated."""
     stored, query = _find(state.responses, request), request.query_params
     if query.get("stream") not in ("true", "True", "1"):
         return _json(stored)
-    running = stored.running
-    if not isinstance(running, BackgroundResponse) or running.log is None:
-        raise InvalidParameter(
-            "Only a response with background and stream can be streamed again, while it is generated; omit stream.",
-            param="stream",
-        )
-    after = query.get("starting_after")
-    if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MAX_DIGITS):
-        raise InvalidParameter(f"starting_after is {shown(after)}; it must be a number.", param="starting_after")
-    return await _follow(state, request, running.log, -1 if after is None else int(after))
+    given = query.get("starting_after")
+    if given is not None and not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
+        raise InvalidParameter(f"starting_after is {shown(given)}; it must be a number.", param="starting_after")
+    after, running = -1 if given is None else int(given), stored.running
+    if isinstance(running, BackgroundResponse):
+        if running.log is None:
+            raise InvalidParameter(
+                "This response is being generated without stream; wait for its end, or omit stream.", param="stream"
+            )
+        return await _follow(state, request, running.log, after)
+    if stored.outline is None:
+        raise ResponseCancelled("The response was cancelled: it has no events. Omit stream.")
+    return await stream(request, _replay(stored.body, stored.outline, after), lambda: None, state.keep_alive_s)
+
+
+async def _replay(body: bytes, outline: bytes, after: int) -> Events:
+    """The events of a response that has ended. Other tasks run in between."""
+    events = replayed(body, outline, after)
+    while some := list(islice(events, _EVENTS_AT_ONCE)):
+        if ready := b"".join(some):
+            yield ready
+        await asyncio.sleep(0)
 
 
 async def delete(state: ServerState, request: Request) -> Response:
@@ -123,7 +138,7 @@ async def cancel(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("Only a response with background: true can be cancelled.", param="response_id")
     if stored.running is not None:
         cancelled = stored.running.cancel()
-        stored = StoredResponse(stored.id, stored.owner, cancelled, stored.input, background=True)
+        stored = StoredResponse(stored.id, stored.owner, cancelled, stored.input, background=True, outline=None)
         state.responses.put(stored)
     return _json(stored)
 
@@ -199,7 +214,7 @@ async def _start_background(
 
     def ended(final: Body) -> None:
         if store.get(owner, response.id) is not None:  # it may have been deleted
-            store.put(_stored(owner, final, items, background=True))
+            store.put(_stored(owner, final, items, response.outline, background=True))
 
     response = ResponsesResponse(state.model.name, body, generation, logprobs, ended)
     place, context.place = context.place, None  # it is released when the response ends, not with the request
@@ -218,11 +233,14 @@ async def _follow(state: ServerState, request: Request, log: EventLog, starting_
     return await stream(request, log.follow(starting_after), lambda: None, state.keep_alive_s, log.failed)
 
 
-def _stored(owner: str, final: Body, items: tuple[StoredItem, ...], *, background: bool = False) -> StoredResponse:
+def _stored(
+    owner: str, final: Body, items: tuple[StoredItem, ...], outline: bytes, *, background: bool = False
+) -> StoredResponse:
     output = final["output"]
     assert isinstance(output, list)
     produced = tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in output)
-    return StoredResponse(str(final["id"]), owner, msgspec.json.encode(final), items, produced, background)
+    body = msgspec.json.encode(final)
+    return StoredResponse(str(final["id"]), owner, body, items, produced, background, outline)
 
 
 def _owner(request: Request) -> str:

@@ -2,11 +2,15 @@
 
 Events are numbered from 0. An item keeps its id from its first event to the final response. Log-probabilities belong to
 the text items alone: each token is placed in the output, and goes to the item that its text is part of.
+
+The events of a response that has ended are not kept. They follow from its JSON and from an outline of its stream: which
+items were opened and closed, and how long each delta was.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -93,6 +97,88 @@ class TextLogprobs:
         return chat_logprobs(taken, self._num_top, self._token_text)
 
 
+# In an outline. Other numbers are the lengths of deltas; in a response with log-probabilities, the length of a text's
+# delta is followed by their number.
+_STARTED, _STARTED_SCORED, _OPENED, _CLOSED = -1, -2, -3, -4
+
+
+class EventWriter:
+    """Writes the events of one response, and notes the outline of its stream. Those up to a number are only counted."""
+
+    def __init__(self, starting_after: int = -1) -> None:
+        self.num_events = 0
+        self.outline = array("i")
+        self.logprobs: dict[str, list[object]] = {}  # of the text items, by the key of an item
+        self._starting_after = starting_after
+
+    def event(self, kind: str, **fields: object) -> bytes:
+        number = self.num_events
+        self.num_events += 1
+        if number <= self._starting_after:
+            return b""
+        return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def start(self, response: Body, *, queued: bool, scored: bool) -> list[bytes]:
+        """The events before the first item, of a response that was queued without those sent then."""
+        self.outline.append(_STARTED_SCORED if scored else _STARTED)
+        kinds = ["response.in_progress"] if queued else ["response.created", "response.in_progress"]
+        return [self.event(kind, response=response) for kind in kinds]
+
+    def queued(self, response: Body) -> list[bytes]:
+        return [self.event(kind, response=response) for kind in ("response.created", "response.queued")]
+
+    def item_events(self, item_event: ItemEvent, logprobs: Sequence[object] | None) -> list[bytes]:
+        """The events of one step of an item. `logprobs` of a text's delta: None if the response has none."""
+        item = item_event.item
+        is_call = item.kind is OutputItemKind.TOOL_CALL
+        is_text = item.kind is OutputItemKind.TEXT
+        place: Body = {"item_id": _id(item), "output_index": item.index, **({} if is_call else {"content_index": 0})}
+        match item_event:
+            case ItemOpened():
+                self.outline.append(_OPENED)
+                empty: Body = {"arguments": ""} if is_call else {"content": []}
+                events = [self._item_event("added", item, {**self.item(item, "in_progress"), **empty})]
+                if not is_call:
+                    events.append(self.event("response.content_part.added", **place, part=_part(item.kind, "", [])))
+                return events
+            case ItemDelta(_, text):
+                self.outline.append(len(text))
+                scored: Body = {"logprobs": logprobs or []} if is_text else {}
+                if is_text and logprobs is not None:
+                    self.outline.append(len(logprobs))
+                return [self.event(f"{_DELTA_EVENTS[item.kind]}.delta", **place, delta=text, **scored)]
+            case ItemClosed():
+                self.outline.append(_CLOSED)
+                done = f"{_DELTA_EVENTS[item.kind]}.done"
+                if is_call:
+                    events = [self.event(done, **place, name=item.name, arguments=item.text)]
+                else:
+                    all_logprobs = self.logprobs.get(item.key, [])
+                    part = _part(item.kind, item.text, all_logprobs)
+                    scored = {"logprobs": all_logprobs} if is_text else {}
+                    events = [
+                        self.event(done, **place, text=item.text, **scored),
+                        self.event("response.content_part.done", **place, part=part),
+                    ]
+                return [*events, self._item_event("done", item, self.item(item, _final_status(item)))]
+
+    def item(self, item: OutputItem, status: str) -> Body:
+        match item.kind:
+            case OutputItemKind.TOOL_CALL:
+                call_id = f"call_{item.key[:24]}"
+                body: Body = {"type": "function_call", "call_id": call_id, "name": item.name, "arguments": item.text}
+            case OutputItemKind.TEXT:
+                part = _part(item.kind, item.text, self.logprobs.get(item.key, []))
+                body = {"type": "message", "role": "assistant", "content": [part]}
+            case OutputItemKind.REASONING:
+                content = [_part(item.kind, item.text, [])]
+                body = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+        return {"id": _id(item), **body, "status": status}
+
+    def _item_event(self, name: str, item: OutputItem, body: Body) -> bytes:
+        return self.event(f"response.output_item.{name}", output_index=item.index, item=body)
+
+
 class ResponsesResponse:
     """The JSON of one response."""
 
@@ -105,15 +191,19 @@ class ResponsesResponse:
         ended: Callable[[Body], None] = lambda body: None,
     ) -> None:
         self._items = OutputItems()
+        self._writer = EventWriter()
         self._truncated = False
-        self._num_events = 0
         self._is_open = False  # its first events were sent
         self._logprobs = logprobs
-        self._item_logprobs: dict[str, list[Body]] = {}  # by the key of an item
         self.id = f"resp_{uuid.uuid4().hex}"
         self._head: Body = {"id": self.id, "object": "response", "created_at": int(time.time())}
         self._echo: Body = {"model": model, **_echo(body, generation)}
         self._ended = ended  # gets the response when it has ended
+
+    @property
+    def outline(self) -> bytes:
+        """Of its stream, for `replayed`; empty if it was not streamed."""
+        return self._writer.outline.tobytes()
 
     def without_output(self, status: str) -> bytes:
         """The response with this status, as JSON."""
@@ -127,23 +217,23 @@ class ResponsesResponse:
 
     def queued(self) -> bytes:
         """The first events of a background response, which waits."""
-        response = self._response("queued", [])
-        return b"".join([self._event(kind, response=response) for kind in ("response.created", "response.queued")])
+        return b"".join(self._writer.queued(self._response("queued", [])))
 
     def events(self, chat_delta: ChatDelta) -> bytes:
         """The events of one delta; the first ones open the response."""
         events = []
         delta = chat_delta.delta
         if not self._is_open:
-            self._is_open, response = True, self._response("in_progress", [])
-            kinds = ["response.in_progress"] if self._num_events else ["response.created", "response.in_progress"]
-            events = [self._event(kind, response=response) for kind in kinds]
+            self._is_open = True
+            begun, queued = self._response("in_progress", []), self._writer.num_events > 0
+            events = self._writer.start(begun, queued=queued, scored=self._logprobs is not None)
         item_events = self._items.add(chat_delta.events)
         logprobs = self._note_logprobs(item_events, delta.text, delta.logprobs, chat_delta.events)
         if delta.finish_reason is not None:
             item_events += self._finish(delta.finish_reason)
         for place, item_event in enumerate(item_events):
-            events += self._item_events(item_event, logprobs.get(place, []))
+            scored = None if self._logprobs is None else logprobs.get(place, [])
+            events += self._writer.item_events(item_event, scored)
         return b"".join(events)
 
     def _note_logprobs(
@@ -163,20 +253,20 @@ class ResponsesResponse:
         ]
         found = dict(zip(places, self._logprobs.add(text, entries, events), strict=True))
         for place, logprobs in found.items():
-            self._item_logprobs.setdefault(item_events[place].item.key, []).extend(logprobs)
+            self._writer.logprobs.setdefault(item_events[place].item.key, []).extend(logprobs)
         return found
 
     def last_event(self, output: RequestOutput, num_reasoning_tokens: int) -> bytes:
         kind = "response.incomplete" if self._truncated else "response.completed"
-        return self._event(kind, response=self._finished(output, num_reasoning_tokens))
+        return self._writer.event(kind, response=self._finished(output, num_reasoning_tokens))
 
     def failed(self, error: Exception) -> bytes:
         """The event of a failure after the first byte. Before the response is opened, it is an `error` event."""
-        if not self._num_events:
+        if not self._writer.num_events:
             details = error_body(client_error(error))["error"]
             assert isinstance(details, dict)
-            return self._event("error", code=details["code"], message=details["message"], param=details["param"])
-        return self._event("response.failed", response=self.fail(error))
+            return self._writer.event("error", code=details["code"], message=details["message"], param=details["param"])
+        return self._writer.event("response.failed", response=self.fail(error))
 
     def fail(self, error: Exception) -> Body:
         """The failed response, with what it has so far."""
@@ -185,7 +275,7 @@ class ResponsesResponse:
         assert isinstance(details, dict)
         codes = {429: "rate_limit_exceeded"}
         code = codes.get(reported.status, "server_error" if reported.status >= 500 else "invalid_prompt")
-        items = [self._item(item, "incomplete") for item in self._items.items]
+        items = [self._writer.item(item, "incomplete") for item in self._items.items]
         failure = {"code": code, "message": details["message"]}
         return self._end(self._response("failed", items, error=failure))
 
@@ -194,7 +284,7 @@ class ResponsesResponse:
         return self._items.finish(truncated=self._truncated)
 
     def _finished(self, output: RequestOutput, num_reasoning_tokens: int) -> Body:
-        items = [self._item(item, _final_status(item)) for item in self._items.items]
+        items = [self._writer.item(item, _final_status(item)) for item in self._items.items]
         usage = _usage(output, num_reasoning_tokens)
         if self._truncated:
             details = {"reason": "max_output_tokens"}
@@ -209,55 +299,83 @@ class ResponsesResponse:
         outcome = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **fields}
         return {**self._head, "status": status, "output": items, **outcome, **self._echo}
 
-    def _item_events(self, item_event: ItemEvent, logprobs: list[Body]) -> list[bytes]:
-        item = item_event.item
-        is_call = item.kind is OutputItemKind.TOOL_CALL
-        is_text = item.kind is OutputItemKind.TEXT
-        place: Body = {"item_id": _id(item), "output_index": item.index, **({} if is_call else {"content_index": 0})}
-        match item_event:
-            case ItemOpened():
-                empty: Body = {"arguments": ""} if is_call else {"content": []}
-                events = [self._item_event("added", item, {**self._item(item, "in_progress"), **empty})]
-                if not is_call:
-                    events.append(self._event("response.content_part.added", **place, part=_part(item.kind, "", [])))
-                return events
-            case ItemDelta(_, text):
-                scored: Body = {"logprobs": logprobs} if is_text else {}
-                return [self._event(f"{_DELTA_EVENTS[item.kind]}.delta", **place, delta=text, **scored)]
-            case ItemClosed():
-                done = f"{_DELTA_EVENTS[item.kind]}.done"
-                if is_call:
-                    events = [self._event(done, **place, name=item.name, arguments=item.text)]
-                else:
-                    all_logprobs = self._item_logprobs.get(item.key, [])
-                    part = _part(item.kind, item.text, all_logprobs)
-                    scored = {"logprobs": all_logprobs} if is_text else {}
-                    events = [
-                        self._event(done, **place, text=item.text, **scored),
-                        self._event("response.content_part.done", **place, part=part),
-                    ]
-                return [*events, self._item_event("done", item, self._item(item, _final_status(item)))]
 
-    def _item(self, item: OutputItem, status: str) -> Body:
-        match item.kind:
-            case OutputItemKind.TOOL_CALL:
-                call_id = f"call_{item.key[:24]}"
-                body: Body = {"type": "function_call", "call_id": call_id, "name": item.name, "arguments": item.text}
-            case OutputItemKind.TEXT:
-                part = _part(item.kind, item.text, self._item_logprobs.get(item.key, []))
-                body = {"type": "message", "role": "assistant", "content": [part]}
-            case OutputItemKind.REASONING:
-                content = [_part(item.kind, item.text, [])]
-                body = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-        return {"id": _id(item), **body, "status": status}
+class _ReplayedPart(msgspec.Struct):
+    """What the events of a part need of its JSON. Log-probabilities stay as they are: decoded, they take ten times the
+    memory."""
 
-    def _item_event(self, name: str, item: OutputItem, body: Body) -> bytes:
-        return self._event(f"response.output_item.{name}", output_index=item.index, item=body)
+    text: str = ""
+    logprobs: list[msgspec.Raw] = []
 
-    def _event(self, kind: str, **fields: object) -> bytes:
-        body = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        return named_event(kind, body)
+
+class _ReplayedItem(msgspec.Struct):
+    """What the events of an item need of its JSON."""
+
+    id: str
+    type: str
+    status: str
+    name: str = ""
+    arguments: str = ""
+    content: list[_ReplayedPart] = []
+
+    def output_item(self, index: int, *, truncated: bool) -> OutputItem:
+        kind = {"message": OutputItemKind.TEXT, "reasoning": OutputItemKind.REASONING}.get(self.type)
+        item = OutputItem(kind or OutputItemKind.TOOL_CALL, index, self.name)
+        item.key = self.id.partition("_")[2]
+        item.truncated = truncated
+        item.append(self.arguments or "".join(part.text for part in self.content))
+        return item
+
+
+_BEFORE_ITEMS: Body = {"output": [], "error": None, "incomplete_details": None, "usage": None, "completed_at": None}
+
+
+def replayed(body: bytes, outline: bytes, starting_after: int) -> Iterator[bytes]:
+    """The events of a response that has ended, as they were sent, from its JSON; those up to a number are empty.
+
+    Without an outline it was not streamed: each item is one delta.
+    """
+    final = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    status, background = (msgspec.json.decode(final[name]) for name in ("status", "background"))
+    stored = msgspec.json.decode(final["output"], type=list[_ReplayedItem])
+    items = [
+        each.output_item(index, truncated=each.status == "incomplete" and status != "failed")
+        for index, each in enumerate(stored)
+    ]
+    logprobs = [[entry for part in each.content for entry in part.logprobs] for each in stored]
+    writer = EventWriter(starting_after)
+    writer.logprobs.update((item.key, list[object](each)) for item, each in zip(items, logprobs, strict=True))
+    if background:
+        yield from writer.queued({**final, **_BEFORE_ITEMS, "status": "queued"})
+    index, num_read, num_scored, scored = -1, 0, 0, False
+    steps = iter(array("i", outline) if outline else _undivided(items, logprobs))
+    for step in steps:
+        if step in (_STARTED, _STARTED_SCORED):
+            scored = step == _STARTED_SCORED
+            begun = {**final, **_BEFORE_ITEMS, "status": "in_progress"}
+            yield from writer.start(begun, queued=background, scored=scored)
+        elif step == _OPENED:
+            index, num_read, num_scored = index + 1, 0, 0
+            yield from writer.item_events(ItemOpened(items[index]), None)
+        elif step == _CLOSED:
+            yield from writer.item_events(ItemClosed(items[index]), None)
+        else:
+            count = next(steps) if scored and items[index].kind is OutputItemKind.TEXT else 0
+            delta = ItemDelta(items[index], items[index].text[num_read : num_read + step])
+            entries = logprobs[index][num_scored : num_scored + count] if scored else None
+            yield from writer.item_events(delta, entries)
+            num_read, num_scored = num_read + step, num_scored + count
+    yield writer.event(f"response.{status}", response=final)
+
+
+def _undivided(items: Sequence[OutputItem], logprobs: Sequence[Sequence[object]]) -> list[int]:
+    """The outline of a stream in which each item is one delta."""
+    scored = any(logprobs)
+    steps = [_STARTED_SCORED if scored else _STARTED]
+    for item, entries in zip(items, logprobs, strict=True):
+        counted = [len(entries)] if scored and item.kind is OutputItemKind.TEXT else []
+        steps += [_OPENED, *([len(item.text), *counted] if item.text else []), _CLOSED]
+    return steps
 
 
 def _id(item: OutputItem) -> str:
@@ -268,7 +386,7 @@ def _final_status(item: OutputItem) -> str:
     return "incomplete" if item.truncated else "completed"
 
 
-def _part(kind: OutputItemKind, text: str, logprobs: list[Body]) -> Body:
+def _part(kind: OutputItemKind, text: str, logprobs: Sequence[object]) -> Body:
     if kind is OutputItemKind.TEXT:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}
