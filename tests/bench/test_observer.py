@@ -38,13 +38,16 @@ class Marks:
 class OneRowRunner:
     """A runner whose step gives row 0 a token."""
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+    def launch(self, plan: StepPlan) -> Pending:
         return FinishedStep(StepResult(plan.step, np.array([0], np.int32), np.array([5], np.int32)))
 
 
 class FinishedStep:
     def __init__(self, result: StepResult) -> None:
         self._result = result
+
+    def sample(self, masks: Masks) -> None:
+        """Sampled later than it was launched."""
 
     def wait(self) -> StepResult:
         return self._result
@@ -101,6 +104,22 @@ def test_an_observed_runner_gives_the_same_results_and_is_recorded() -> None:
     assert busy(observer.steps) == (5 / 6, 2 / 3)
     observer.clear()
     assert observer.steps == []
+
+
+def test_a_step_that_is_sampled_later_ends_with_its_sampling() -> None:
+    """It is late if the device had nothing left to do when its masks came."""
+    for waited in (False, True):
+        marks = Marks(
+            AtSecond(0), AtSecond(1, reached=False), AtSecond(1), AtSecond(3, reached=waited), AtSecond(4), AtSecond(5)
+        )
+        observer = Observer(lambda: 0.0, marks)
+        runner = observer.wrap(OneRowRunner())
+        first = runner.launch(StepPlan(0))
+        masked = runner.launch(StepPlan(1, masked=(Row(0),)))
+        masked.sample(Masks(np.array([0], np.int32), np.ones((1, 1), np.int32)))
+        assert [pending.wait().step for pending in (first, masked)] == [0, 1]
+        span = observer.steps[1].span
+        assert span is not None and span.late == waited and span.last.seconds_since(span.first) == 3
 
 
 def test_percentiles_are_measured_values() -> None:

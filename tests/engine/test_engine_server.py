@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
-from quire.core.step import FinishReason, Masks, StepPlan
+from quire.core.step import FinishReason, StepPlan
 from quire.core.step_output import StepOutput
 from quire.engine import engine_server
 from quire.engine.engine import Engine
@@ -33,7 +33,7 @@ from quire.kv.manager import KVManager
 from quire.sched.cost_model import Constants, CostTable
 from quire.sched.loop import Progress
 from quire.sched.scheduler import Scheduler
-from quire.sim.runners import FinishedStep, ToyRunner
+from quire.sim.runners import SimStep, ToyRunner
 
 VOCAB = 50
 
@@ -79,10 +79,10 @@ class SteppedRunner(ToyRunner):
         super().__init__(VOCAB)
         self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> SimStep:
         self.begun.release()
         assert self.allowed.acquire(timeout=30)
-        return super().launch(plan, masks)
+        return super().launch(plan)
 
 
 def make_engine(runner: ToyRunner, clock: Callable[[], float], cost: CostTable | None = None) -> Engine:
@@ -164,10 +164,10 @@ def test_progress_changes_as_a_whole_when_a_step_ends():
     now_s, seen = [100.0], []
 
     class LongSteps(ToyRunner):
-        def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        def launch(self, plan: StepPlan) -> SimStep:
             seen.append(engine.progress)
             now_s[0] += 40.0
-            return super().launch(plan, masks)
+            return super().launch(plan)
 
     engine = make_engine(LongSteps(VOCAB), lambda: now_s[0], CostTable(Constants(40.0, 0.0, 0.0, 0.0, 0.0)))
     engine.submit(AddRequest(1, [3], SamplingParams(max_tokens=2)))

@@ -68,8 +68,18 @@ def shape_plainly(
     return shaped
 
 
+def mask_plainly(logits: Tensor, masks: Tensor) -> None:
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    for at, *words in masks.tolist():
+        values = logits[at].clone()
+        values[(torch.tensor(words)[ids // 32] >> ids % 32) & 1 == 0] = -torch.inf
+        values[logits[at].isnan() | (logits[at] == torch.inf)] = torch.nan
+        logits[at] = values
+
+
 REFERENCE_ROW_KERNELS = RowKernels(
     shape_plainly,
+    mask_plainly,
     choose_likeliest,
     count_tokens_reference,
     token_logprobs_reference,

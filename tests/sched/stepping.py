@@ -10,7 +10,7 @@ from quire.core.ids import BlockId, RequestId, Row, SequenceId
 from quire.core.oracle import continuation
 from quire.core.request import BeamParams, EventKind, Request, RequestEvent, Sequence
 from quire.core.sampling import RowSampling
-from quire.core.step import Chunk, FinishedRow, FinishReason, Pending, Runner, StepPlan, StepResult
+from quire.core.step import Chunk, FinishedRow, FinishReason, Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.step_output import StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
@@ -42,8 +42,8 @@ class Recorder:
         return _Recorded(self.runner.launch(plan), self)
 
     def settle(self, pending: Pending) -> StepResult:
-        self._watch.absorb()
         result, row = pending.wait(), self.poisoned
+        self._watch.absorb(result)
         if row is None:
             return result
         self.poisoned = None
@@ -64,6 +64,9 @@ class _Recorded:
     def __init__(self, pending: Pending, recorder: Recorder) -> None:
         self._pending = pending
         self._recorder = recorder
+
+    def sample(self, masks: Masks) -> None:
+        self._pending.sample(masks)
 
     def wait(self) -> StepResult:
         return self._recorder.settle(self._pending)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from quire.core.ids import RequestId, SequenceId
 from quire.core.request import BeamParams, Request
 from quire.core.sampling import RowSampling
-from quire.core.step import FinishReason, Masks, StepPlan
+from quire.core.step import FinishReason, StepPlan
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.expected import expect
-from quire.sim.runners import FinishedStep, OracleRunner
+from quire.sim.runners import OracleRunner, SimStep
 from tests.sched.inspection import state_of
 from tests.sched.stepping import VOCAB, counting
 from tests.tiers import examples
@@ -40,13 +40,13 @@ class Allergic:
         self._sits: dict[int, SequenceId] = {}
         self.num_failures = 0
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> SimStep:
         if plan.reset:
             self._sits.clear()
         for row in plan.releases:
             self._sits.pop(row, None)
         self._sits.update({row_start.row: row_start.sequence for row_start in plan.starts})
-        done = self._oracle.launch(plan, masks)
+        done = self._oracle.launch(plan)
         rows = self._oracle._rows.rows
         sick = [s for row, s in self._sits.items() if s in self._bad and len(rows[row].tokens) >= self._bad[s]]
         if sick or self._num_hiccups:

@@ -1,6 +1,7 @@
 """Rows with a grammar mask: every mask is computed from the tokens actually sampled, at any depth."""
 
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from quire.core.ids import IntArray, RequestId, SequenceId
 from quire.core.oracle import total
 from quire.core.request import Request, Sequence
 from quire.core.sampling import RowSampling
-from quire.core.step import FinishReason
+from quire.core.step import FinishReason, Masks, Pending, StepLost, StepPlan, StepResult
+from quire.core.step_output import StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit
 from quire.sched.loop import Loop
@@ -37,9 +39,54 @@ class Grammar:
 
     def __init__(self) -> None:
         self.sampled: dict[SequenceId, list[int]] = {}
+        self.concludes_after: dict[SequenceId, int] = {}
+        self.fails_after: dict[SequenceId, int] = {}
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
-        return np.stack([mask_after(self.sampled.setdefault(each.id, []), each.index) for each in sequences])
+        masks = [mask_after(self.sampled.setdefault(each.id, []), each.index) for each in sequences]
+        for each in sequences:
+            if len(self.sampled[each.id]) == self.fails_after.get(each.id):
+                raise ZeroDivisionError
+        return np.array(masks, dtype=np.int32).reshape(-1, WORDS)
+
+    def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
+        for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
+            tokens = self.sampled.setdefault(SequenceId(number), [])
+            tokens.append(token)
+            if len(tokens) == self.concludes_after.get(SequenceId(number)):
+                (sequence,) = [s for group in scheduler.groups() for s in group.sequences if s.id == number]
+                scheduler.conclude(sequence, FinishReason.STOP)
+
+
+class LoggedRunner:
+    """The oracle, with the order of what the loop does to it, and a step that fails when it is sampled."""
+
+    def __init__(self, num_blocks: int, events: list[str]) -> None:
+        self.oracle = OracleRunner(num_blocks, 4, VOCAB)
+        self.events = events
+        self.fails_at: tuple[int, Exception] | None = None
+
+    def launch(self, plan: StepPlan) -> "LoggedStep":
+        self.events.append(f"launch {plan.step}")
+        return LoggedStep(self, plan.step, self.oracle.launch(plan))
+
+
+class LoggedStep(NamedTuple):
+    runner: LoggedRunner
+    step: int
+    pending: Pending
+
+    def sample(self, masks: Masks) -> None:
+        self.runner.events.append(f"masks {self.step}")
+        fails_at = self.runner.fails_at
+        if fails_at is not None and fails_at[0] == self.step:
+            self.runner.fails_at = None
+            raise fails_at[1]
+        self.pending.sample(masks)
+
+    def wait(self) -> StepResult:
+        self.runner.events.append(f"wait {self.step}")
+        return self.pending.wait()
 
 
 def expected(request: Request, index: int) -> list[int]:
@@ -71,8 +118,9 @@ class GrammarBench:
             policy=Policy(overcommit=overcommit),
         )
         self.grammar = Grammar()
-        runner = OracleRunner(num_blocks, 4, VOCAB)
-        self.loop = Loop(self.scheduler, runner, depth, lambda: 0.0, self.grammar.masks)
+        self.events: list[str] = []
+        self.runner = LoggedRunner(num_blocks, self.events)
+        self.loop = Loop(self.scheduler, self.runner, depth, lambda: 0.0, self.grammar.masks, self._receive)
         self.sampled: dict[SequenceId, list[int]] = {}
         self.sequences: list[Sequence] = []
 
@@ -84,11 +132,13 @@ class GrammarBench:
     def turn(self) -> None:
         absorbed = self.loop.step()
         audit(self.scheduler)
-        if absorbed is None:
-            return
-        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
-            self.sampled.setdefault(SequenceId(number), []).append(token)
-            self.grammar.sampled.setdefault(SequenceId(number), []).append(token)
+        if absorbed is not None:
+            for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+                self.sampled.setdefault(SequenceId(number), []).append(token)
+
+    def _receive(self, output: StepOutput) -> StepOutput:
+        self.grammar.advance(output, self.scheduler)
+        return output
 
     def run(self) -> None:
         for _ in range(2000):
@@ -126,18 +176,45 @@ def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, requeste
             assert sampled == right[: len(sampled)]
         else:
             assert sampled == right, sequence
-    assert not len(state_of(bench.scheduler).grammar_rows)
+    assert not state_of(bench.scheduler).masked_rows and not bench.scheduler.has_masked
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_grammar_row_samples_in_every_step_that_can_know_its_last_token(depth):
-    """Between two of its tokens lie as many steps as fly ahead; the others lose none."""
+def test_a_grammar_row_gets_a_token_in_every_step(depth):
+    """It neither skips a step nor makes the rows beside it skip one, and its tokens are those of depth 0."""
     bench = GrammarBench(depth, 60)
-    bench.add(0, [5, 6], 8, masked=True)
-    bench.add(1, [7], 8 * (depth + 1), masked=False)
+    bench.add(0, [5, 6], 20, masked=True)
+    bench.add(1, [7], 20, masked=False)
     bench.run()
-    assert [len(bench.sampled[sequence.id]) for sequence in bench.sequences] == [8, 8 * (depth + 1)]
-    assert bench.scheduler.last_absorbed + 1 <= 8 * (depth + 1) + depth
+    assert [len(bench.sampled[sequence.id]) for sequence in bench.sequences] == [20, 20]
+    assert bench.scheduler.last_absorbed + 1 == 20
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_forward_pass_is_launched_before_its_masks_are_known(depth):
+    """Order of events: the device has the next step while the host reads the last one and computes masks."""
+    bench = GrammarBench(depth, 60)
+    bench.add(0, [5, 6], 6, masked=True)
+    bench.run()
+    steps = [f"launch {step} wait {step - 1} masks {step}" for step in range(1, 6)]
+    assert " ".join(bench.events) == " ".join(["launch 0 masks 0", *steps, "wait 5"])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rows_without_a_grammar_run_ahead_as_before(depth):
+    bench = GrammarBench(depth, 60)
+    bench.add(0, [5, 6], 6, masked=False)
+    bench.turn()
+    assert [event for event in bench.events if event.startswith("wait")] == ["wait 0"][depth > 0 :]
+    for _ in range(depth):
+        bench.turn()
+    assert bench.events[-1] == "wait 0" and len(bench.loop._in_flight) == depth
+    bench.add(1, [7], 6, masked=True)
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -147,15 +224,52 @@ def test_a_lost_step_loses_no_mask(depth):
     for turn in range(6):
         bench.turn()
         if turn == 4:
-            bench.loop._in_flight.clear()
+            bench.loop._forget_steps()
             bench.scheduler.lose_steps(keep_cache=True)
     bench.run()
     for sequence in bench.sequences:
         assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
 
 
-def test_a_row_is_preempted_while_it_waits_for_its_mask() -> None:
-    """What it computed is charged and counted once: the step that it would have skipped is not one of them."""
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("error", [StepLost("gone"), ZeroDivisionError()])
+def test_masks_that_arrive_for_a_failing_step_lose_no_token(depth, error):
+    """The step before was absorbed in the same turn: its tokens are returned."""
+    bench = GrammarBench(depth, 60)
+    bench.runner.fails_at = 4, error
+    bench.add(0, [5, 6], 12, masked=True)
+    bench.add(1, [8], 12, masked=False)
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_grammar_that_ends_a_sequence_needs_no_further_mask(depth):
+    """Its next step is already launched: it samples without a mask, and the token is dropped."""
+    bench = GrammarBench(depth, 60)
+    bench.add(0, [5, 6], 12, masked=True)
+    bench.add(1, [8], 12, masked=True)
+    bench.grammar.concludes_after = {bench.sequences[0].id: 5}
+    bench.run()
+    first, second = bench.sequences
+    assert bench.sampled[first.id] == expected(first.request, 0)[:5] and first.finish_reason is FinishReason.STOP
+    assert bench.sampled[second.id] == expected(second.request, 0)
+
+
+def test_a_request_whose_masks_cannot_be_computed_fails_alone() -> None:
+    bench = GrammarBench(1, 60)
+    bench.add(0, [5, 6], 12, masked=True)
+    bench.add(1, [8], 12, masked=True)
+    bench.grammar.fails_after = {bench.sequences[0].id: 5}
+    bench.run()
+    first, second = bench.sequences
+    assert first.finish_reason is FinishReason.FAILED and second.finish_reason is FinishReason.LENGTH
+    assert bench.sampled[second.id] == expected(second.request, 0)
+
+
+def test_a_preempted_row_continues_under_the_mask_of_all_its_tokens() -> None:
+    """Its last token is in flight when it is preempted."""
     bench = GrammarBench(depth=1, num_blocks=3, max_rows=2, overcommit=Overcommit.OPTIMISTIC)
     bench.add(0, [1, 2, 3, 4], 9, masked=False)
     for _ in range(4):  # it holds two blocks and needs the third in step 5
@@ -169,16 +283,3 @@ def test_a_row_is_preempted_while_it_waits_for_its_mask() -> None:
     for sequence in bench.sequences:
         assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)
     assert bench.scheduler.counters.recomputed_tokens == 3
-
-
-def test_a_row_that_waits_for_its_mask_uses_no_budget() -> None:
-    bench = GrammarBench(depth=1, num_blocks=20, max_rows=2, max_step_tokens=4)
-    bench.add(0, [1], 9, masked=True)
-    bench.add(1, list(range(17)), 1, masked=False)
-    computed = []
-    for _ in range(4):
-        before = bench.scheduler.counters.computed_tokens
-        bench.turn()
-        computed.append(bench.scheduler.counters.computed_tokens - before)
-    assert computed == [4, 4, 4, 4], "3 tokens of the prompt beside the row, and 4 while it waits"
-    bench.run()

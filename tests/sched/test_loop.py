@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.request import Sequence
-from quire.core.step import FinishReason, Pending, StepLost, StepPlan, StepResult
+from quire.core.step import FinishReason, Masks, Pending, StepLost, StepPlan, StepResult
 from quire.sim.runners import OracleRunner
 from tests.sched.stepping import NEVER, VOCAB, Bench, Recorder, counting, oracle_output
 
@@ -38,6 +38,9 @@ class _Lossy:
     def __init__(self, pending: Pending, lossy: Lossy) -> None:
         self._pending = pending
         self._lossy = lossy
+
+    def sample(self, masks: Masks) -> None:
+        self._pending.sample(masks)
 
     def wait(self) -> StepResult:
         if self._lossy.place == "wait":

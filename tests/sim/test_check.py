@@ -9,13 +9,13 @@ import pytest
 from quire.core.ids import BlockId, IntArray, Row
 from quire.core.moves import Place, Tier
 from quire.core.request import Sequence
-from quire.core.step import FinishedRow, FinishReason, Masks, Pending, StepPlan
+from quire.core.step import FinishedRow, FinishReason, Pending, StepPlan
 from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
-from quire.sim.runners import FinishedStep, OracleRunner, SimRows
+from quire.sim.runners import OracleRunner, SimRows, SimStep
 from tests.tiers import examples
 
 NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
@@ -60,10 +60,10 @@ def test_the_integer_model_behind_the_real_runner(monkeypatch: pytest.MonkeyPatc
 
 def test_a_wrong_slot_of_the_real_runner_is_found() -> None:
     class Forgetful(TorchOracleRunner):
-        def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+        def launch(self, plan: StepPlan) -> Pending:
             if plan.step % 10 == 9:
                 self.erase(Place(Tier.DEVICE, BlockId(1)), range(1))
-            return super().launch(plan, masks)
+            return super().launch(plan)
 
     def forgetful(scenario: Scenario) -> Forgetful:
         return Forgetful(
@@ -144,10 +144,10 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_slot_is_found() -> None:
     class Misrouted(OracleRunner):
-        def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        def launch(self, plan: StepPlan) -> SimStep:
             if plan.step % 10 == 9:
                 self._device[1] = [(token + 1, position + 1) for token, position in self._device[1]]  # not by its owner
-            return super().launch(plan, masks)
+            return super().launch(plan)
 
     def misrouted(scenario: Scenario) -> Misrouted:
         return Misrouted(scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks)

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from quire.core.ids import Row
-from quire.core.step import AppendTokens, StepPlan
+from quire.core.ids import IntArray, Row
+from quire.core.step import AppendTokens, Masks, StepPlan, StepResult
 from quire.sim.check.invariants import InFlightWatch
 from tests.runner.plans import DEVICE, HOST, grants, host_driven, moves, row_start, sample, seat_of
 
@@ -17,7 +18,7 @@ def watching(*, in_flight: bool = True) -> InFlightWatch:
     watch = InFlightWatch(block_size=4)
     watch.launch(StepPlan(0, starts=(row_start(0, TEN),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),)))
     if not in_flight:
-        watch.absorb()
+        watch.absorb(StepResult(0))
     return watch
 
 
@@ -54,7 +55,7 @@ def test_a_row_that_no_step_in_flight_computes_may_be_reused() -> None:
             chunks=(host_driven(0, 0, 10), sample(1, 0, 1)),
         )
     )
-    watch.absorb()
+    watch.absorb(StepResult(0))
     watch.launch(StepPlan(1, num_decoding=1))
     watch.launch(
         StepPlan(
@@ -81,7 +82,7 @@ def test_a_move_writes_no_block_that_is_in_flight() -> None:
         watching().launch(StepPlan(1, moves=back, releases=(Row(0),)))
     watch = watching(in_flight=False)
     watch.launch(StepPlan(1, moves=moves(DEVICE, HOST, (3, 1)), pauses=(Row(0),)))
-    watch.absorb()
+    watch.absorb(StepResult(0))
     watch.launch(StepPlan(2, moves=back, releases=(Row(0),)))
 
 
@@ -156,7 +157,7 @@ def test_a_row_reads_no_block_of_another_partition(copied: bool) -> None:
         watch.launch(
             StepPlan(0, starts=(row_start(0, TEN),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),))
         )
-        watch.absorb()
+        watch.absorb(StepResult(0))
         table = [1, 2, 4] if not copied else [4]
         plan = replace(
             hit(8 if not copied else 2, *table),
@@ -180,20 +181,56 @@ def test_a_plan_masks_the_rows_that_sample_under_a_grammar_and_no_others() -> No
             InFlightWatch(block_size=4).launch(first)
 
 
-def test_a_row_does_not_sample_before_its_mask_is_known() -> None:
+def masked_watch() -> InFlightWatch:
+    """Row 0 is under a grammar: its first token, 7, is known, and the next step waits for its mask."""
     start = row_start(0, TEN)
     masked = start._replace(sampling=replace(start.sampling, masked=True))
-    for absorbed in (True, False):
-        watch = InFlightWatch(block_size=4)
-        watch.launch(
-            StepPlan(0, starts=(masked,), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),), masked=(Row(0),))
-        )
-        if absorbed:
-            watch.absorb()
-            watch.launch(StepPlan(1, num_decoding=1, masked=(Row(0),)))
-        else:
-            with pytest.raises(AssertionError, match="its mask depends on is in flight"):
-                watch.launch(StepPlan(1, num_decoding=1, masked=(Row(0),)))
+    watch = InFlightWatch(block_size=4)
+    watch.launch(
+        StepPlan(0, starts=(masked,), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),), masked=(Row(0),))
+    )
+    watch.sample(masks_of({0: []}), _runs, _sum)
+    watch.absorb(StepResult(0, np.array([0], np.int32), np.array([7], np.int32)))
+    watch.launch(StepPlan(1, num_decoding=1, masked=(Row(0),)))
+    return watch
+
+
+def masks_of(generated: dict[int, list[int]]) -> Masks:
+    return Masks(np.array([*generated], np.int32), np.array([_sum(each) for each in generated.values()], np.int32))
+
+
+def _sum(generated: list[int]) -> IntArray:
+    """The mask after these tokens."""
+    return np.array([sum(generated)], np.int32)
+
+
+def _runs(row: Row) -> bool:
+    return False
+
+
+def test_a_mask_is_of_the_tokens_that_its_row_has_and_of_no_others() -> None:
+    masked_watch().sample(masks_of({0: [7]}), _runs, _sum)
+    masked_watch().sample(masks_of({}), lambda row: row == 0, _sum)
+    for wrong, match in (({0: []}, "another mask"), ({}, "need masks"), ({1: [7]}, "need masks")):
+        with pytest.raises(AssertionError, match=match):
+            masked_watch().sample(masks_of(wrong), _runs, _sum)
+    with pytest.raises(AssertionError, match="need masks"):
+        masked_watch().sample(masks_of({0: [7]}), lambda row: row == 0, _sum)
+
+
+def test_masks_come_after_the_step_before_and_before_the_next_launch() -> None:
+    unsampled = masked_watch()
+    with pytest.raises(AssertionError, match="waits for its masks"):
+        unsampled.launch(StepPlan(2, num_decoding=1, masked=(Row(0),)))
+    with pytest.raises(AssertionError, match="without a mask"):
+        unsampled.absorb(StepResult(1))
+    watch = masked_watch()
+    watch.sample(masks_of({0: [7]}), _runs, _sum)
+    with pytest.raises(AssertionError, match="twice"):
+        watch.sample(masks_of({0: [7]}), _runs, _sum)
+    watch.launch(StepPlan(2, num_decoding=1, masked=(Row(0),)))
+    with pytest.raises(AssertionError, match="is in flight"):
+        watch.sample(masks_of({0: [7]}), _runs, _sum)
 
 
 def test_a_row_that_decodes_past_its_table_is_found() -> None:
@@ -218,7 +255,7 @@ def test_the_length_ends_what_a_row_writes() -> None:
 def test_appended_tokens_are_counted() -> None:
     watch = InFlightWatch(block_size=4)
     watch.launch(StepPlan(0, starts=(row_start(0, TEN[:3]),), grants=grants({0: [1]}), chunks=(host_driven(0, 0, 3),)))
-    watch.absorb()
+    watch.absorb(StepResult(0))
     watch.launch(StepPlan(1, appends=(AppendTokens(Row(0), (5,)),), chunks=(sample(0, 3, 4),)))
     with pytest.raises(AssertionError, match="position 4 beyond its 1 blocks"):
         watch.launch(StepPlan(2, num_decoding=1))
@@ -229,6 +266,6 @@ def test_a_reset_clears_all_rows_and_steps() -> None:
     watch.launch(
         StepPlan(5, starts=(seat_of(3, 0, [1]),), grants=grants({0: [2]}), chunks=(sample(0, 0, 1),), reset=True)
     )
-    watch.absorb()
+    watch.absorb(StepResult(0))
     with pytest.raises(IndexError):
-        watch.absorb()
+        watch.absorb(StepResult(0))

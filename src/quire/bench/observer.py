@@ -103,15 +103,23 @@ class Observer:
         """The same runner, observed."""
         return _ObservedRunner(runner, self)
 
-    def launch(self, runner: Runner, plan: StepPlan, masks: Masks | None) -> Pending:
+    def launch(self, runner: Runner, plan: StepPlan) -> Pending:
         launched_s = self._clock()
         if self._device is None:
-            return _ObservedStep(runner.launch(plan, masks), plan, launched_s, None, self)
+            return _ObservedStep(runner.launch(plan), plan, launched_s, None, self)
         first = self._device.mark()
-        pending = runner.launch(plan, masks)
+        pending = runner.launch(plan)
         span = TimeSpan(first, self._device.mark(), late=self._last is None or self._last.reached())
         self._last = span.last
         return _ObservedStep(pending, plan, launched_s, span, self)
+
+    def note_sampling(self, span: TimeSpan | None) -> TimeSpan | None:
+        """The span of a step that was sampled after its launch; late also if the device waited for the masks."""
+        if span is None or self._device is None:
+            return None
+        waited = span.last.reached()
+        self._last = self._device.mark()
+        return TimeSpan(span.first, self._last, late=span.late or waited)
 
     def note(self, plan: StepPlan, result: StepResult, launched_s: float, span: TimeSpan | None) -> None:
         num_prompt = sum(chunk.length for chunk in plan.chunks)
@@ -126,16 +134,21 @@ class _ObservedRunner:
         self._runner = runner
         self._observer = observer
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
-        return self._observer.launch(self._runner, plan, masks)
+    def launch(self, plan: StepPlan) -> Pending:
+        return self._observer.launch(self._runner, plan)
 
 
-class _ObservedStep(NamedTuple):
+@dataclass(slots=True)
+class _ObservedStep:
     pending: Pending
     plan: StepPlan
     launched_s: float
     span: TimeSpan | None
     observer: Observer
+
+    def sample(self, masks: Masks) -> None:
+        self.pending.sample(masks)
+        self.span = self.observer.note_sampling(self.span)
 
     def wait(self) -> StepResult:
         result = self.pending.wait()

@@ -29,6 +29,10 @@ or at the end of the prefix found in the cache. A chunk's `output` is what its l
     CANDIDATES    the same for a host-driven row: it returns its most probable next tokens; the scheduler chooses
     POOLED        hidden states are added to the row's sum; with the last known token the sum is returned, and the row
                   has ended without a token
+
+**Masked rows.** A row under a grammar samples from what a mask allows, and the mask depends on its last token. So a
+step with masked rows is launched in two parts: `launch` starts the forward pass, `Pending.sample` the sampling of all
+its rows. In between the host absorbs the step before and computes the masks, while the device runs the forward pass.
 """
 
 from dataclasses import dataclass, field
@@ -122,7 +126,7 @@ class StepPlan:
     grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()  # decoding rows that skip this step
-    masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask; `Masks` comes beside the plan
+    masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask: `Pending.sample` brings the masks
     num_decoding: int = 0  # decoding rows of this step, among them rows that ended since the last result
     num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes only)
     reset: bool = False  # a step was lost: every row is empty, and step numbers go on from this one
@@ -179,7 +183,11 @@ class StepResult:
 
 
 class Masks(NamedTuple):
-    """Grammar masks of one step: row `rows[i]` may sample token t if bit t % 32 of `bits[i, t // 32]` is set."""
+    """Grammar masks of one step: row `rows[i]` may sample token t if bit t % 32 of `bits[i, t // 32]` is set.
+
+    The masked rows of the plan, in its order, without those whose sequence has ended since it was launched: what these
+    sample is dropped.
+    """
 
     rows: IntArray
     bits: IntArray  # [rows, words]
@@ -195,7 +203,11 @@ class StepLost(Exception):
 
 
 class Pending(Protocol):
-    """A step in flight. `wait`, like `launch`, may raise `StepLost`."""
+    """A step in flight. Its methods, like `launch`, may raise `StepLost`."""
+
+    def sample(self, masks: Masks) -> None:
+        """Sample the tokens of a step with masked rows: once, after the result of the step before, and before the next
+        launch. A step without masked rows samples when it is launched."""
 
     def wait(self) -> StepResult: ...
 
@@ -203,4 +215,4 @@ class Pending(Protocol):
 class Runner(Protocol):
     """Computes steps: the model on a device, or a simulation. Steps complete in the order of their launch."""
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending: ...
+    def launch(self, plan: StepPlan) -> Pending: ...

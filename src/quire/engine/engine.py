@@ -74,7 +74,8 @@ class Engine:
         self.scheduler = scheduler
         self.clock = clock
         self.grammars = grammars
-        self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks, span)
+        masks = None if grammars is None else grammars.masks
+        self._loop = Loop(scheduler, runner, depth, clock, masks, self._receive, span)
         self._seeds = random.Random(seed)
         self._groups: dict[RequestId, RequestGroup] = {}  # those in the scheduler and the latest that were, by arrival
         self._failure: str | None = None
@@ -139,12 +140,13 @@ class Engine:
         """One iteration of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
-            output = self._loop.step()
+            return self._loop.step()
         except BaseException as error:  # a step was planned and not absorbed: scheduler and runner disagree
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        if output is None:
-            return None
+
+    def _receive(self, output: StepOutput) -> StepOutput:
+        """An output, as soon as the loop has it: the masks of the next step depend on its tokens."""
         if any(over.reason is FinishReason.ERROR for over in output.finished):  # before the grammars advance
             output = replace(output, finished=tuple(self._with_cause(over) for over in output.finished))
         if self.grammars is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.moves import Move, Place, Tier
-from quire.core.step import Masks, Pending, StepPlan
+from quire.core.step import Pending, StepPlan
 from quire.kernels.row_interface import RowKernels
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import CopyBlocks, new_store
@@ -71,7 +71,7 @@ class TorchOracleRunner:
             torch.cuda.synchronize()
         return store[:, 0, :, :, 0, 0]
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+    def launch(self, plan: StepPlan) -> Pending:
         for row_start in plan.starts:
             searches = row_start.sampling.num_candidates > 0  # a beam's row says nothing of the beam
             self._index_of_row[row_start.row] = 0 if searches else row_start.branch
@@ -79,7 +79,7 @@ class TorchOracleRunner:
             indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
             blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)
             self._index_of_block[blocks] = torch.tensor(indices, device=self._index_of_block.device)
-        return self._runner.launch(plan, masks)
+        return self._runner.launch(plan)
 
 
 def torch_oracle(

@@ -79,6 +79,16 @@ class ProcessLogits(Protocol):
     ) -> Tensor: ...  # [n, vocab] float32; undefined for padding
 
 
+class MaskLogits(Protocol):
+    """Grammar masks alone, in place and only for the rows that have one. NaN and +inf of such a row become NaN."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # [n, vocab] float32; changed
+        masks: Tensor,  # [m, 1 + words] int32: a line of the logits, and a bit for each token: 1 where it is allowed
+    ) -> None: ...
+
+
 class CountTokens(Protocol):
     """Counts sampled tokens for the penalties."""
 
@@ -169,6 +179,7 @@ class RowKernels(NamedTuple):
     """All kernels that work by row."""
 
     process_logits: ProcessLogits
+    mask_logits: MaskLogits
     sample_tokens: SampleTokens
     count_tokens: CountTokens
     token_logprobs: TokenLogprobs

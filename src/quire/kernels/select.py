@@ -116,7 +116,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
     from quire.kernels.gpu.decode_inputs import decode_inputs
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sampling.finish import finish_rows
-    from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
+    from quire.kernels.gpu.sampling.logit_processors import count_tokens, mask_logits, process_logits
     from quire.kernels.gpu.sampling.logprobs import token_logprobs
     from quire.kernels.gpu.sampling.sample import sample_tokens
 
@@ -133,7 +133,9 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
         here = AttentionPlatform(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = select_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: small-batch GEMMs, attention and elementwise kernels by Triton, other GEMMs by torch"
-    row_kernels = RowKernels(process_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs)
+    row_kernels = RowKernels(
+        process_logits, mask_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs
+    )
     return KernelChoice(GpuKernels(backends, windows), reason, row_kernels, copy_blocks, reasons, backends.capturable)
 
 

@@ -27,6 +27,30 @@ def upload_integers(device: torch.device, *arrays: NDArray[np.integer]) -> tuple
     return torch.split(copied, [len(part) for part in padded])[::2]
 
 
+class OverlappedUpload:
+    """Uploads the first lines of one buffer, again and again, while the device computes what was launched before.
+
+    The caller writes `lines`, and then waits for work that was launched after the upload before it writes them again.
+    """
+
+    __slots__ = ("_device", "_host", "_stream", "lines")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
+        self._device = torch.empty(shape, dtype=dtype, device=device) if device.type != "cpu" else self._host
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.lines: NDArray[Any] = self._host.numpy()
+
+    def upload(self, count: int) -> Tensor:
+        """The first lines on the device. What is launched from now on sees them."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._device[:count].copy_(self._host[:count], non_blocking=True)
+            torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
+        return self._device[:count]
+
+
 class HostCopy:
     """Asynchronous device-to-host copy, ordered on the stream after earlier launches and before later ones."""
 

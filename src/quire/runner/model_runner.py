@@ -6,8 +6,10 @@ small step at start, so that no request waits for compilation and weight packing
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -140,24 +142,21 @@ class ModelRunner:
         """Times of captured steps; None if too few are captured. Call between steps."""
         return None if self._graphs is None else self._graphs.step_times()
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> "PendingStep":
-        try:
-            return self._launch(plan, masks)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()  # defragments the allocator
-            raise StepLost(f"no memory for a step of {plan.num_tokens} tokens: {error}", too_large=True) from error
+    def launch(self, plan: StepPlan) -> "PendingStep":
+        with _lost_without_memory(plan.num_tokens):
+            return self._launch(plan)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan, masks: Masks | None) -> "PendingStep":
+    def _launch(self, plan: StepPlan) -> "PendingStep":
         self._stores.carry(plan.moves)
         self._follow(plan)
         decoding = self._rows.apply(plan)
         self._trip(FaultSite.BUILD_BATCH)
         if not plan.num_padding:
-            sampled = self._replay(decoding, plan.chunks, masks)
+            sampled = self._replay(plan, decoding)
             if sampled is not None:
                 return PendingStep(plan.step, sampled)
-        sampled = self._decode_rows(plan, decoding, masks)
+        sampled = self._decode_rows(plan, decoding)
         if sampled is not None:
             return PendingStep(plan.step, sampled)
         batch = build_batch(self._rows, plan, decoding)
@@ -169,7 +168,7 @@ class ModelRunner:
             self._graphs.note_eager(StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)))
         sampling, sampled = batch.sampling, None
         if len(sampling.at):
-            sampled = self._sample(self._model.logits(hidden[sampling.at]), sampling.batch, masks)
+            sampled = self._choose(plan, partial(self._sample, self._model.logits(hidden[sampling.at]), sampling.batch))
         return PendingStep(
             plan.step,
             sampled,
@@ -178,14 +177,18 @@ class ModelRunner:
             self._pools.add(batch.pooling, hidden),
         )
 
-    def _decode_rows(self, plan: StepPlan, decoding: IntArray, masks: Masks | None) -> "SampledTokens | None":
+    def _choose(self, plan: StepPlan, choose: "Choose") -> "Sampling":
+        """Sample now, or when the masks come, which is before the next forward pass."""
+        return UnsampledTokens(choose, plan.num_tokens) if plan.masked else choose(None)
+
+    def _decode_rows(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
         decoder = self._model.row_decoder
         if decoder is None or plan.chunks or plan.num_padding or not len(decoding):
             return None
         self._trip(FaultSite.FORWARD)
         rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
-        if masks is None and not self._sampler.features(decoding):
+        if not plan.masked and not self._sampler.features(decoding):
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
             outcome = decoder.decode_greedy(decoding, rows.columns, ends, kv)
@@ -193,12 +196,14 @@ class ModelRunner:
             return SampledTokens(decoding, HostCopy(outcome), None)
         logits = decoder.decode_logits(decoding, rows.columns, ends, kv)
         device_rows = upload(decoding.astype(np.int64), self.device)
-        return self._sample(logits, SamplingBatch(device_rows, decoding, rows.lengths[device_rows]), masks)
+        batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
+        return self._choose(plan, partial(self._sample, logits, batch))
 
-    def _replay(self, decoding: IntArray, chunks: tuple[Chunk, ...], masks: Masks | None) -> "SampledTokens | None":
+    def _replay(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""
         if self._graphs is None:
             return None
+        chunks = plan.chunks
         arrays = chunk_arrays(self._rows, chunks) if chunks else None
         if chunks and arrays is None:
             return None
@@ -212,11 +217,23 @@ class ModelRunner:
             return None
         self.num_replayed += 1
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
-        if masks is None and not self._sampler.needs_more(rows):
-            outcome = self._sample_from_graph(shape, rows, len(decoding))
+        return self._choose(plan, partial(self._sample_replayed, shape, rows, len(decoding), chunks))
+
+    def _sample_replayed(
+        self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None
+    ) -> "SampledTokens":
+        """Sample after a replayed model, by a graph where one does all that these rows need."""
+        assert self._logits is not None
+        if not self._sampler.needs_more(rows):
+            if masks is not None:
+                places = np.arange(len(rows))
+                places[num_decoding:] += shape.rows - num_decoding
+                self._sampler.mask(self._logits.logits, rows, places, masks)
+                masks = None
+            outcome = self._sample_from_graph(shape, rows, num_decoding)
             if outcome is not None:
                 return SampledTokens(rows, HostCopy(outcome), None)
-        return self._sample_from_buffer(shape, rows, len(decoding), chunks, masks)
+        return self._sample_from_buffer(shape, rows, num_decoding, chunks, masks)
 
     def _sample_from_graph(self, shape: StepSize, rows: IntArray, num_decoding: int) -> Tensor | None:
         """[5, rows] int64; None if that sampling graph is not captured."""
@@ -327,6 +344,16 @@ class ModelRunner:
         ]
 
 
+@contextmanager
+def _lost_without_memory(num_tokens: int) -> Iterator[None]:
+    """A step for which the device has no memory is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()  # defragments the allocator
+        raise StepLost(f"no memory for a step of {num_tokens} tokens: {error}", too_large=True) from error
+
+
 class LogitsBuffer(NamedTuple):
     """Where a captured model leaves its logits for sampling. The tensors stay in place."""
 
@@ -366,17 +393,39 @@ class SampledTokens:
         return StepResult(step, self.rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
 
 
+# Samples the tokens of a step, under masks if it has any.
+Choose = Callable[[Masks | None], SampledTokens]
+
+
 @dataclass(frozen=True, slots=True)
+class UnsampledTokens:
+    """The tokens of a step that waits for masks."""
+
+    choose: Choose
+    num_tokens: int  # that the step computes
+
+
+Sampling = SampledTokens | UnsampledTokens
+
+
+@dataclass(slots=True)
 class PendingStep:
     """A launched step. Its outcome stays on the device until `wait`."""
 
     step: int
-    sampled: SampledTokens | None = None
+    sampled: Sampling | None = None
     candidates: RowCandidates | None = None
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
 
+    @torch.inference_mode()
+    def sample(self, masks: Masks) -> None:
+        assert isinstance(self.sampled, UnsampledTokens), "a step without masked rows is sampled when it is launched"
+        with _lost_without_memory(self.sampled.num_tokens):
+            self.sampled = self.sampled.choose(masks)
+
     def wait(self) -> StepResult:
+        assert not isinstance(self.sampled, UnsampledTokens), f"step {self.step} waits for its masks"
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if self.candidates is not None:
             found = self.candidates.wait()

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import PADDING, EndColumns, LogitShaping, RowKernels, Sampled, SamplingStage
-from quire.kernels.transfers import HostCopy, upload
+from quire.kernels.transfers import HostCopy, OverlappedUpload, upload
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
 from quire.sampling.logit_processors import (
     MASK_BITS,
@@ -60,6 +61,7 @@ class Sampler:
         self._max_rows = max_rows
         self._row_kernels = row_kernels
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
+        self._masks = self._mask_lines(1)
         self._rows = SamplingParamsTable(max_rows, vocab_size, device)
         self._logit_bias = LogitBias(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
@@ -139,6 +141,30 @@ class Sampler:
         assert self._row_kernels is not None, "no kernel was given"
         return self._row_kernels.sample_tokens(logits, rows, positions, self._rows.table, stages)
 
+    def mask(
+        self,
+        logits: Tensor,  # [lines, vocab] float32; changed
+        rows: IntArray,
+        lines: NDArray[np.int64],  # of each row in the logits
+        masks: Masks,
+    ) -> None:
+        """Forbid in the logits of these rows what their masks do not allow: what `sample` does for rows that need no
+        other logit processor. Call again only when the tokens were received."""
+        assert self._row_kernels is not None, "no kernel was given"
+        count = len(masks.rows)
+        if not count:
+            return
+        if count > len(self._masks.lines):
+            self._masks = self._mask_lines(min(2 * count, self._max_rows))
+        line_of = np.zeros(self._max_rows, dtype=np.int32)
+        line_of[rows] = lines
+        self._masks.lines[:count, 0] = line_of[masks.rows]
+        self._masks.lines[:count, 1:] = masks.bits
+        self._row_kernels.mask_logits(logits, self._masks.upload(count))
+
+    def _mask_lines(self, count: int) -> OverlappedUpload:
+        return OverlappedUpload((count, 1 + self._no_masks.shape[1]), torch.int32, self._no_masks.device)
+
     def dry_run(self, logits: Tensor) -> None:  # [1, vocab] float32
         """Launch the kernels that captured sampling does not use, on padding."""
         assert self._row_kernels is not None, "no kernel was given"
@@ -146,6 +172,7 @@ class Sampler:
         padding = torch.full((3, 1), PADDING, device=logits.device)
         self._row_kernels.process_logits(logits, padding[0], padding[0], self._rows.table, self._shaping(padding, None))
         self._row_kernels.count_tokens(padding[0], padding[0], self._penalties.generated)
+        self._row_kernels.mask_logits(logits, self._no_masks.new_zeros(1, 1 + self._no_masks.shape[1]))
 
     def candidates(
         self,

@@ -108,7 +108,7 @@ def audit_rest(scheduler: Scheduler) -> None:
     state = scheduler._state
     assert not state.beams.num_searches and not state.forks.waiting, "a group that is gone is remembered"
     assert not state.inflight_prefixes.num_leading, "a prefix in flight belongs to no request"
-    assert state.admissible is None and not state.excluded and not len(state.grammar_rows), (
+    assert state.admissible is None and not state.excluded and not state.masked_rows and not state.num_masked, (
         "a restriction outlives its requests"
     )
     assert state.shares.num_active == 0, "a tenant without requests counts as active"

@@ -91,8 +91,6 @@ class StepBatcher:
     def schedule_decodes(self, builder: PlanBuilder) -> None:
         calendar = self._state.calendar
         rows = calendar.due(builder.step)
-        if len(self._state.grammar_rows):
-            rows = self._hold_grammar_rows(rows, builder)
         if len(rows):
             blocks = self._state.kv.grow_each(rows)
             if blocks is None:
@@ -101,16 +99,8 @@ class StepBatcher:
                 builder.grant_each(rows, blocks)
                 calendar.book_granted(rows, builder.step)
                 self._bill(rows, builder.step)
-        if builder.held:
-            builder.held = [row for row in builder.held if calendar.is_decoding(row)]  # some may have been preempted
-        builder.num_decoding = calendar.num_decoding - len(builder.paused) - len(builder.held)
+        builder.num_decoding = calendar.num_decoding - len(builder.paused)
         builder.budget -= builder.num_decoding
-
-    def _hold_grammar_rows(self, due: IndexArray, builder: PlanBuilder) -> IndexArray:
-        """Grammar rows whose last token is in flight skip this step; the other rows that need a block."""
-        unknown = self._state.grammar_rows.unknown(self._state.last_absorbed)
-        builder.held = [row for row in unknown if self._state.calendar.is_decoding(row)]
-        return due[~np.isin(due, builder.held)] if builder.held else due
 
     def _grant_one_by_one(self, rows: IndexArray, builder: PlanBuilder) -> None:
         """There are not blocks for all rows: grant in order of precedence, and preempt where needed."""
@@ -236,7 +226,7 @@ class StepBatcher:
             state.remove_prefill(sequence)
             if pooled or request.beam is None:
                 if request.sampling.masked:
-                    self._state.grammar_rows.note(row, builder.step)
+                    state.masked_rows.add(row)
                 capacity = num_blocks * state.kv.block_size
                 state.calendar.start(row, builder.step + 1, num_tokens, sequence.last_position, capacity)
                 state.billing.start(row, tenant, num_tokens)

@@ -1,21 +1,25 @@
 """The engine loop: plan, launch, wait, absorb, with up to `depth` steps in flight. Depth 0 is synchronous.
 
+A step with rows under a grammar is sampled after the step before was absorbed, because its masks depend on those
+tokens. The masks are computed while the device runs the forward pass, so such rows get a token in every step. While
+there are such requests, at most one step is in flight when the next is planned.
+
 A step that raises is bisected to find the request that causes it. The suspects compute in halves, apart from all other
 requests, until one fails alone. A request that emits a token, or ends, in a step that succeeds is cleared.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.ids import IntArray, SequenceId
+from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import RequestGroup
 from quire.core.request import Sequence as Continuation
-from quire.core.step import Masks, Pending, Runner, StepLost, StepPlan, StepResult
+from quire.core.step import Masks, Pending, Runner, StepLost
 from quire.core.step_output import StepOutput
 from quire.sched.scheduler import Scheduler
 
@@ -79,8 +83,10 @@ def _length(group: RequestGroup) -> int:
     return max(sequence.num_tokens for sequence in group.sequences)
 
 
-# The tokens that each sequence may sample next, as rows of bits for `Masks`.
+# The tokens that each sequence may sample next, as rows of bits for `Masks`; `Receiver` has seen all its tokens.
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
+# Gets each output as soon as its step is absorbed, and may replace it.
+Receiver = Callable[[StepOutput], StepOutput]
 # Marks a part of the loop for a profiler.
 Span = Callable[[str], AbstractContextManager[object]]
 
@@ -100,6 +106,17 @@ class _StepFailed(Exception):
         self.cause = cause
 
 
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Marks what the runner raises, other than a lost step, as a failed step."""
+    try:
+        yield
+    except StepLost:
+        raise
+    except Exception as error:
+        raise _StepFailed(error) from error
+
+
 class Progress(NamedTuple):
     """What the loop does now. Replaced as a whole, so another thread may read it."""
 
@@ -117,6 +134,7 @@ class Loop:
         depth: int,
         clock: Callable[[], float],
         masks: MaskSource | None = None,
+        receive: Receiver | None = None,
         span: Span | None = None,
     ) -> None:
         assert depth >= 0, depth
@@ -126,68 +144,88 @@ class Loop:
         self._clock = clock
         self.progress = Progress(clock())
         self._masks = masks
+        self._receive: Receiver = receive or (lambda output: output)
         self._span: Span = span or (lambda name: _NOTHING)
         self._in_flight: deque[Pending] = deque()
+        self._unsampled: tuple[Row, ...] = ()  # masked rows of the newest step, until it is sampled
         self._bisection: FaultBisection | None = None
         self._num_unexplained = 0  # bisections since the last that blamed a request
         self._num_blamed = 0  # requests failed since a step last succeeded
 
     def step(self) -> StepOutput | None:
-        """Launch the next step; absorb the oldest once more than `depth` are in flight or none could be planned."""
+        """Launch the next step; absorb the oldest once too many are in flight or none could be planned.
+
+        Every step in flight is sampled when this returns: what runs between two steps may overwrite its logits.
+        """
+        absorbed: StepOutput | None = None
         try:
-            absorbed = self._step()
+            limit = self._limit
+            launched = len(self._in_flight) <= limit and self._launch_next()
+            self._sample_if_alone()
+            if self._in_flight and (not launched or len(self._in_flight) > limit):
+                absorbed = self._absorb_oldest()
+                self._sample_if_alone()
+            assert not self._unsampled, "a step with masked rows is not sampled"
         except StepLost as lost:
-            self._in_flight.clear()
+            self._forget_steps()
             self.scheduler.lose_steps(keep_cache=lost.cache_intact)
             if lost.too_large:
                 self.scheduler.fail_largest()
-            return self.scheduler.overdue()
+            return absorbed or self._overdue()
         except _StepFailed as failed:
             self._bisect(failed.cause)
-            return self.scheduler.overdue()
-        if absorbed is not None:
-            self._num_blamed = 0
+            return absorbed or self._overdue()
         if self._bisection is not None:  # also without a step: the suspects may have been aborted
             self._clear(self._bisection, absorbed)
-        return absorbed or self.scheduler.overdue()
+        return absorbed or self._overdue()
 
-    def _step(self) -> StepOutput | None:
+    @property
+    def _limit(self) -> int:
+        """Steps that may be in flight when the next is planned."""
+        if self._bisection is not None:
+            return 0
+        return min(self.depth, 1) if self.scheduler.has_masked else self.depth
+
+    def _launch_next(self) -> bool:
+        """Whether there was anything to plan."""
         with self._span("plan"):
             now_s = self._clock()
             plan = self.scheduler.plan(now_s)
             self.progress = Progress(now_s, self.scheduler.expected_s)
-        if plan is not None:
-            with self._span("launch"):
-                self._in_flight.append(self._launch(plan))
-        depth = self.depth if self._bisection is None else 0
-        if self._in_flight and (plan is None or len(self._in_flight) > depth):
-            with self._span("wait"):
-                result = self._wait(self._in_flight.popleft())
-            with self._span("absorb"):
-                now_s = self._clock()
-                self.progress = Progress(now_s)
-                return self.scheduler.absorb(result, now_s)
-        return None
+        if plan is None:
+            return False
+        with self._span("launch"), _failing():
+            self._in_flight.append(self._runner.launch(plan))
+        self._unsampled = plan.masked
+        return True
 
-    def _launch(self, plan: StepPlan) -> Pending:
-        try:
-            if not plan.masked:
-                return self._runner.launch(plan)
+    def _absorb_oldest(self) -> StepOutput:
+        with self._span("wait"), _failing():
+            result = self._in_flight.popleft().wait()
+        with self._span("absorb"):
+            now_s = self._clock()
+            self.progress = Progress(now_s)
+            self._num_blamed = 0
+            return self._receive(self.scheduler.absorb(result, now_s))
+
+    def _sample_if_alone(self) -> None:
+        """Sample a step with masked rows, if all steps before it are absorbed."""
+        if not self._unsampled or len(self._in_flight) > 1:
+            return
+        with self._span("masks"), _failing():
             assert self._masks is not None, "a row under a grammar, and no source of masks"
-            bits = self._masks(self.scheduler.row_sequences(plan.masked))
-            return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
-        except StepLost:
-            raise
-        except Exception as error:
-            raise _StepFailed(error) from error
+            sequences = [each for each in self.scheduler.row_sequences(self._unsampled) if not each.finished]
+            rows = np.array([each.row for each in sequences], dtype=np.int32)
+            self._in_flight[-1].sample(Masks(rows, self._masks(sequences)))
+        self._unsampled = ()
 
-    def _wait(self, pending: Pending) -> StepResult:
-        try:
-            return pending.wait()
-        except StepLost:
-            raise
-        except Exception as error:
-            raise _StepFailed(error) from error
+    def _overdue(self) -> StepOutput | None:
+        overdue = self.scheduler.overdue()
+        return None if overdue is None else self._receive(overdue)
+
+    def _forget_steps(self) -> None:
+        self._in_flight.clear()
+        self._unsampled = ()
 
     # Fault bisection.
 
@@ -196,7 +234,7 @@ class Loop:
         scheduler = self.scheduler
         _log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         suspects = scheduler.running_groups()
-        self._in_flight.clear()
+        self._forget_steps()
         scheduler.lose_steps(keep_cache=True)
         if self._bisection is None:
             self._num_unexplained += 1

@@ -23,7 +23,6 @@ class PlanBuilder:
         "budget",
         "chunk_sequences",
         "chunks",
-        "held",
         "kept_budget",
         "now_s",
         "num_decoding",
@@ -45,7 +44,6 @@ class PlanBuilder:
         self.chunks: list[Chunk] = []
         self.chunk_sequences: list[Sequence] = []  # of each chunk
         self.paused: list[Row] = []  # denied a block
-        self.held: list[Row] = []  # their next token needs the one in flight
         self._decode_rows: IntArray = _NONE  # one block each
         self._decode_blocks: IntArray = _NONE
         self._granted_rows: list[Row] = []  # one entry per block
@@ -106,7 +104,7 @@ class PlanBuilder:
             appends=tuple(self.appends),
             grants=self._grants(),
             chunks=tuple(self.chunks),
-            pauses=(*self.paused, *self.held),
+            pauses=tuple(self.paused),
             masked=masked,
             num_decoding=self.num_decoding,
             num_padding=num_padding,

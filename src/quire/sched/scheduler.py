@@ -201,6 +201,11 @@ class Scheduler:
         return sum([flight.expected_s for flight in self._in_flight])
 
     @property
+    def has_masked(self) -> bool:
+        """Whether any request is under a grammar."""
+        return self._state.num_masked > 0
+
+    @property
     def num_running(self) -> int:
         """Request groups that hold rows."""
         return len(self._state.groups) - self.num_waiting
@@ -280,11 +285,11 @@ class Scheduler:
         state = self._state
         state.wait_history.note(builder.step, self._admission.cause)
         if builder.empty:
-            for row in (*builder.paused, *builder.held):  # the step is not taken: they need a block in the same one
+            for row in builder.paused:  # the step is not taken: they need a block in the same one
                 state.calendar.book_again(row)
             assert not builder.starts and not builder.chunks, builder.starts
             return None
-        for row in (*builder.paused, *builder.held):
+        for row in builder.paused:
             state.calendar.book_paused(row)
         for sequence in state.forked:
             assert sequence.row is not None, sequence
@@ -309,15 +314,12 @@ class Scheduler:
 
     def _masked(self, builder: PlanBuilder) -> tuple[Row, ...]:
         """The grammar rows that sample a token in this step."""
-        masked, calendar = self._state.grammar_rows, self._state.calendar
-        if not len(masked):
+        masked, calendar = self._state.masked_rows, self._state.calendar
+        if not masked:
             return ()
-        idle = {*builder.paused, *builder.held}
         choosing = {chunk.row for chunk in builder.chunks if ChunkOutput.SAMPLE in chunk.output}
-        rows = [row for row in masked if row in choosing or (calendar.is_decoding(row) and row not in idle)]
-        for row in rows:
-            masked.note(row, builder.step)
-        return tuple(rows)
+        decoding = [row for row in masked if calendar.is_decoding(row) and row not in builder.paused]
+        return tuple(sorted(choosing.intersection(masked).union(decoding)))
 
     def _padding(self, builder: PlanBuilder) -> int:
         """Padding tokens of a padded batch: short prompts up to the longest, and rows that have ended."""

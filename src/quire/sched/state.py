@@ -5,7 +5,7 @@ in flight touches them. Private to `sched/`: everything else uses the queries of
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,37 +44,6 @@ class Counters:
     lost_steps: int = 0
 
 
-class GrammarRows:
-    """Rows under a grammar, with the step in which each last sampled a token.
-
-    The mask of the next token depends on the last one. So a row is held in every step that is planned while its last
-    token is in flight. Does not depend on grammars or masks.
-    """
-
-    __slots__ = ("_sampled_step",)
-
-    def __init__(self) -> None:
-        self._sampled_step: dict[Row, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._sampled_step)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._sampled_step)
-
-    def note(self, row: Row, step: int) -> None:
-        """The row samples a token in this step."""
-        self._sampled_step[row] = step
-
-    def forget(self, row: Row) -> None:
-        """The row is released; it need not be a grammar row."""
-        self._sampled_step.pop(row, None)
-
-    def unknown(self, last_absorbed: int) -> list[Row]:
-        """Rows whose last token is still in flight."""
-        return [row for row, step in self._sampled_step.items() if step > last_absorbed]
-
-
 MAX_REQUEUED = 128  # groups per step: about a millisecond
 
 
@@ -95,7 +64,8 @@ class SchedulerState:
         self.forks = SiblingForks(kv, self.rows)
         self.beams = BeamGroups(kv, self.rows)
         self.output_lengths = LengthQuantile()
-        self.grammar_rows = GrammarRows()
+        self.masked_rows: set[Row] = set()  # rows under a grammar that sample, or have sampled
+        self.num_masked = 0  # requests under a grammar
         self.counters = Counters()
         self.wait_history = WaitHistory()
         self.prefilling: list[Sequence] = []  # known tokens to compute; in order of arrival
@@ -114,6 +84,7 @@ class SchedulerState:
 
     def add(self, group: RequestGroup) -> None:
         self.groups[group.request.id] = group
+        self.num_masked += group.request.sampling.masked
         self.shares.arrive(group.request.tenant)
         self.waiting.push(group, group.arrived_s)
         self.deadlines.watch(group)
@@ -212,7 +183,7 @@ class SchedulerState:
         if self.appends:
             self.appends = [append for append in self.appends if append.row != sequence.row]
         self.calendar.stop(sequence.row)
-        self.grammar_rows.forget(sequence.row)
+        self.masked_rows.discard(sequence.row)
         self.inflight_prefixes.end(sequence)
         orphans = self.forks.orphans(sequence)
         self.rows.begin_release(sequence, reason, self.last_planned)
@@ -266,6 +237,7 @@ class SchedulerState:
         self.waiting.discard(group)
         self.inflight_prefixes.forget(group)
         del self.groups[request.id]
+        self.num_masked -= request.sampling.masked
         self.beams.forget(group)
         self.shares.depart(request.tenant)
         reasons = {sequence.finish_reason.value for sequence in group.returned if sequence.finish_reason is not None}

@@ -14,6 +14,7 @@ there are no logits.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain, islice, starmap
 from typing import NamedTuple
 
@@ -53,15 +54,48 @@ class FinishedStep(NamedTuple):
 
     result: StepResult
 
+    def sample(self, masks: Masks) -> None:
+        raise AssertionError("a step without masked rows is sampled when it is launched")
+
     def wait(self) -> StepResult:
         return self.result
 
 
-def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:
-    """The mask of each row; a plan and its masks must name the same rows."""
-    named = () if masks is None else tuple(masks.rows.tolist())
-    assert named == plan.masked, (named, plan.masked)
-    return {} if masks is None else {Row(row): bits for row, bits in zip(named, masks.bits, strict=True)}
+# The result of a step whose forward pass is done, by the mask of each row that has one.
+Choose = Callable[[dict[Row, IntArray]], StepResult]
+
+
+class MaskedStep:
+    """A step whose forward pass was computed when it was launched, and whose tokens wait for masks."""
+
+    __slots__ = ("_choose", "_masked", "_result")
+
+    def __init__(self, masked: tuple[Row, ...], choose: Choose) -> None:
+        self._masked = masked
+        self._choose = choose
+        self._result: StepResult | None = None
+
+    @property
+    def sampled(self) -> bool:
+        return self._result is not None
+
+    def sample(self, masks: Masks) -> None:
+        assert self._result is None, "sampled twice"
+        named = masks.rows.tolist()
+        assert set(named) <= set(self._masked), (named, self._masked)
+        self._result = self._choose({Row(row): bits for row, bits in zip(named, masks.bits, strict=True)})
+
+    def wait(self) -> StepResult:
+        assert self._result is not None, f"rows {self._masked} wait for their masks"
+        return self._result
+
+
+SimStep = FinishedStep | MaskedStep
+
+
+def sim_step(plan: StepPlan, choose: Choose) -> SimStep:
+    """A step whose forward pass is done: sampled now, or once its masks are known."""
+    return MaskedStep(plan.masked, choose) if plan.masked else FinishedStep(choose({}))
 
 
 def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
@@ -77,25 +111,27 @@ class SimRows:
         self.rows: dict[Row, SimRow] = {}
         self._vocab_size = vocab_size
         self._next_step = 0
+        self._newest: SimStep | None = None
 
-    def run(
-        self, plan: StepPlan, totals: Callable[[SimWork, SimRow], list[int]], masks: Masks | None = None
-    ) -> FinishedStep:
+    def run(self, plan: StepPlan, totals: Callable[[SimWork, SimRow], list[int]]) -> SimStep:
         """Carry out a plan without its moves. `totals` computes some work and returns a hidden state per position: the
         next token follows from it and the sequence's index; under a mask it is the first allowed token from there on.
         """
-        bits = check_masks(plan, masks)
+        states = [(work, totals(work, self.rows[work.row])) for work in self.apply(plan)]
+        self._newest = sim_step(plan, partial(self._choose, plan.step, states))
+        return self._newest
+
+    def _choose(self, step: int, computed: list[tuple[SimWork, list[int]]], bits: dict[Row, IntArray]) -> StepResult:
         emitted = []
         ended = []
         likeliest = {}
         pooled: dict[Row, FloatArray] = {}
-        for work in self.apply(plan):
+        for work, states in computed:
             row = self.rows[work.row]
-            states = totals(work, row)
             follows = states[-1]
             if ChunkOutput.SAMPLE in work.output:
                 token = (follows + row.row_start.branch) % self._vocab_size
-                if row.row_start.sampling.masked:
+                if work.row in bits:
                     token = first_allowed(token, bits[work.row], self._vocab_size)
                 emitted.append((work.row, token))
                 end = self.emit(work.row, token)
@@ -110,9 +146,7 @@ class SimRows:
             elif ChunkOutput.CANDIDATES in work.output:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.row_start.sampling.num_candidates)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return FinishedStep(
-            StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled)
-        )
+        return StepResult(step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled)
 
     def apply(self, plan: StepPlan) -> list[SimWork]:
         """Apply a plan; the work of its step, decoding rows first, then chunks."""
@@ -140,6 +174,8 @@ class SimRows:
         if plan.reset:
             self.rows.clear()
         else:
+            newest = self._newest
+            assert not isinstance(newest, MaskedStep) or newest.sampled, f"step {plan.step - 1} waits for its masks"
             assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
         assert plan.num_padding >= 0, plan
         self._next_step = plan.step + 1
@@ -176,8 +212,8 @@ class ToyRunner:
     def __init__(self, vocab_size: int) -> None:
         self._rows = SimRows(vocab_size)
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
-        return self._rows.run(plan, self._totals, masks)
+    def launch(self, plan: StepPlan) -> SimStep:
+        return self._rows.run(plan, self._totals)
 
     def _totals(self, work: SimWork, row: SimRow) -> list[int]:
         return list(accumulate(row.tokens[: work.stop]))[work.start :]
@@ -222,9 +258,9 @@ class OracleRunner:
         block = self._stores[place.tier][place.block]
         block[slots.start : slots.stop] = [_SPOILED] * len(slots)
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> SimStep:
         self.carry(plan.moves)
-        return self._rows.run(plan, self._totals, masks)
+        return self._rows.run(plan, self._totals)
 
     def carry(self, moves: Iterable[Move]) -> None:
         """Copy blocks in the order of the moves."""
@@ -272,13 +308,13 @@ class BulkRunner:
         self._full: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens at its length limit
         self._decoding: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         if plan.reset:
             self._decoding[:] = False
         self._decoding[list(plan.releases)] = False
         for row_start in plan.starts:
             self._start_row(row_start)
-        assert not plan.appends, "this runner has no beam search"
+        assert not plan.appends and not plan.masked, "this runner has no beam search and no grammars"
         emitters = self._work(plan).emitters
         known = self._num_known[emitters] + 1
         self._num_known[emitters] = known

@@ -6,6 +6,7 @@ row with an error instead, as non-finite logits would. A prompt's embedding coun
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,13 +16,12 @@ from quire.core.step import (
     ChunkOutput,
     FinishedRow,
     FinishReason,
-    Masks,
     PromptLogprobs,
     StepPlan,
     StepResult,
     TopLogprobs,
 )
-from quire.sim.runners import FinishedStep, SimRow, SimRows, SimWork, check_masks, first_allowed
+from quire.sim.runners import SimRow, SimRows, SimStep, SimWork, first_allowed, sim_step
 
 EMBEDDING_SIZE = 16
 
@@ -44,14 +44,14 @@ class ScriptedRunner:
         self._rows = SimRows(vocab_size)
         self._replies: dict[Row, ScriptedReply] = {}
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> SimStep:
         self._pause()
         work = self._rows.apply(plan)
         if plan.reset:
             self._replies.clear()
         for row_start in plan.starts:
             self._replies[row_start.row] = self._choose(row_start.tokens[: row_start.num_prompt])
-        return FinishedStep(self._result(plan.step, work, check_masks(plan, masks)))
+        return sim_step(plan, partial(self._result, plan.step, work))
 
     def _result(self, step: int, work: list[SimWork], bits: dict[Row, IntArray]) -> StepResult:
         emitted: list[tuple[int, int]] = []

@@ -101,10 +101,10 @@ class Simulation:
             pass
         return self.account
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+    def launch(self, plan: StepPlan) -> Pending:
         """The simulation is the runner that the loop drives."""
         self.plan = plan
-        pending = self._body.launch(plan, masks)
+        pending = self._body.launch(plan)
         seconds = self._times.predict_s(self._body.shape)
         self._done_s = max(self._done_s, self.now_s) + seconds
         self._write(plan, seconds)
@@ -140,6 +140,9 @@ class _TimedStep(NamedTuple):
     pending: Pending
     done_s: float
     simulation: Simulation
+
+    def sample(self, masks: Masks) -> None:
+        self.pending.sample(masks)
 
     def wait(self) -> StepResult:
         self.simulation.now_s = max(self.simulation.now_s, self.done_s)

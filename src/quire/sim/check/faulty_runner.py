@@ -5,7 +5,8 @@ out or not, at random. It also checks every plan: budgets, invariants (a) and (c
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ from quire.core.request import RequestGroup, SequenceState
 from quire.core.step import FinishedRow, FinishReason, Masks, Pending, Runner, StepLost, StepPlan, StepResult
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
+from quire.sim.check.expected import mask_after
 from quire.sim.check.invariants import CounterCheck, InFlightWatch, Readable
-from quire.sim.check.scenario import Scenario
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 
 
 class FaultyRunner:
@@ -48,7 +50,7 @@ class FaultyRunner:
         self.num_preemptions = 0  # before this step
         self.now_s = 0.0
         self.loses: StepLost | None = None  # the next result
-        self.loses_early = False  # already when it is launched
+        self.loses_early = False  # already when it is launched, or sampled
         self.poisons = False  # one row of the next result
         self.violation: Exception | None = None  # of an invariant, found while a step was launched
 
@@ -56,16 +58,21 @@ class FaultyRunner:
     def runner(self) -> Runner:
         return self._runner
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> "_FaultyStep":
+    def launch(self, plan: StepPlan) -> "_FaultyStep":
+        with self._noting_violations():
+            return self._launch(plan)
+
+    @contextmanager
+    def _noting_violations(self) -> Iterator[None]:
         try:
-            return self._launch(plan, masks)
+            yield
         except StepLost:
             raise
         except Exception as broken:  # the loop would look for a request to blame
             self.violation = broken
             raise
 
-    def _launch(self, plan: StepPlan, masks: Masks | None) -> "_FaultyStep":
+    def _launch(self, plan: StepPlan) -> "_FaultyStep":
         scheduler = self._scheduler
         self.num_launched += 1
         self.num_tokens += plan.num_tokens
@@ -73,10 +80,8 @@ class FaultyRunner:
         self.num_padding += plan.num_padding
         audit_plan(scheduler, plan)
         counters = scheduler.counters
-        held = {row for row in plan.pauses if self.watch.is_mask_unknown(row)}
-        denied = [row for row in plan.pauses if row not in held]
-        assert not denied or scheduler.kv.num_available == 0, f"rows {denied} are paused, and there are blocks"
-        pressed = bool(denied) or counters.preemptions > self.num_preemptions
+        assert not plan.pauses or scheduler.kv.num_available == 0, f"{plan.pauses} are paused, and there are blocks"
+        pressed = bool(plan.pauses) or counters.preemptions > self.num_preemptions
         taken = counters.class_preemptions + counters.share_preemptions > 0  # for a waiting request: not pressure
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)
@@ -86,11 +91,23 @@ class FaultyRunner:
         self._failed_rows -= set(plan.releases)
         if plan.reset:
             self._failed_rows.clear()
-        if self.loses is not None and self.loses_early:
+        if self.loses is not None and self.loses_early and not (plan.masked and self._rng.random() < 0.5):
             if isinstance(self._runner, Readable):
                 self._runner.carry(plan.moves)  # what did not happen is erased below
             self._raise_lost()
-        return _FaultyStep(self._runner.launch(plan, masks), self)
+        return _FaultyStep(self._runner.launch(plan), self)
+
+    def sample(self, pending: Pending, masks: Masks) -> None:
+        """Pass the masks on, unless the step is lost with them."""
+        with self._noting_violations():
+            self.watch.sample(masks, self._has_ended, lambda generated: mask_after(generated, VOCAB_SIZE))
+            if self.loses is not None and self.loses_early:
+                self._raise_lost()
+            pending.sample(masks)
+
+    def _has_ended(self, row: Row) -> bool:
+        (sequence,) = self._scheduler.row_sequences([row])
+        return sequence.finished
 
     def _partition_of(self, row: Row) -> str:
         (sequence,) = self._scheduler.row_sequences([row])
@@ -133,10 +150,14 @@ class FaultyRunner:
 
     def settle(self, pending: Pending) -> StepResult:
         """The result of a step after its fault."""
+        with self._noting_violations():
+            return self._settle(pending)
+
+    def _settle(self, pending: Pending) -> StepResult:
         if self.loses is not None:
             self._raise_lost()
         result = pending.wait()
-        reads = self.watch.absorb()
+        reads = self.watch.absorb(result)
         self.num_absorbed += 1
         row = self._first_running(result) if self.poisons else None
         if row is not None:
@@ -173,6 +194,9 @@ class _FaultyStep(NamedTuple):
 
     pending: Pending
     runner: FaultyRunner
+
+    def sample(self, masks: Masks) -> None:
+        self.runner.sample(self.pending, masks)
 
     def wait(self) -> StepResult:
         return self.runner.settle(self.pending)

@@ -10,8 +10,9 @@ are another content. The watch remembers the partition that wrote each block, al
 I6: a step writes only blocks that exactly one live table holds. A block may be in many tables (prefix hits, forks), but
 then no row writes it. A move writes a block that no live table holds between releases and grants.
 
-Grammar rows: a plan masks exactly the rows under a grammar that sample, and none of them samples while its last token
-is in flight.
+Grammar rows: a plan masks exactly the rows under a grammar that sample. Their masks come when every step before is
+absorbed, and before the next launch; they are those of the tokens that each row has by then, in the order of the plan,
+without rows whose sequence has ended.
 
 Rows that ended on the device count as decoding until they are released: the host plans for them as if they decoded.
 
@@ -24,10 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from quire.core.ids import BlockId, RequestId, Row, SequenceId
+from quire.core.ids import BlockId, IntArray, RequestId, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
 from quire.core.request import EventKind, RequestGroup
-from quire.core.step import ChunkOutput, RowStart, Runner, StepPlan
+from quire.core.step import ChunkOutput, Masks, RowStart, Runner, StepPlan, StepResult
 from quire.kv.manager import KVManager
 from quire.sched.fairness import ServiceCost
 from quire.sched.scheduler import Scheduler
@@ -71,6 +72,7 @@ class _WatchedStep:
 
     moves: tuple[Move, ...]
     reads: dict[Row, _WatchedRead]
+    unsampled: tuple[Row, ...]  # masked rows that wait for their masks
 
 
 class InFlightWatch:
@@ -83,6 +85,7 @@ class InFlightWatch:
         self._holders: defaultdict[BlockId, int] = defaultdict(int)
         self._in_flight: deque[_WatchedStep] = deque()
         self._writers: dict[Tier, dict[BlockId, str]] = {tier: {} for tier in Tier}  # the partition that wrote a block
+        self._generated: dict[Row, list[int]] = {}  # the tokens that each row is known to have after its prompt
 
     def launch(self, plan: StepPlan) -> None:
         """Raise AssertionError if the plan breaks a law."""
@@ -90,6 +93,7 @@ class InFlightWatch:
             self._rows.clear()
             self._holders.clear()
             self._in_flight.clear()
+        assert not any(step.unsampled for step in self._in_flight), "a launch while a step waits for its masks"
         for row in plan.releases:
             for block in self._rows.pop(row).table:
                 self._holders[block] -= 1
@@ -105,12 +109,30 @@ class InFlightWatch:
         sampling = self._sampling(plan, spans)
         self._check_masked(plan, sampling)
         reads = {row: self._reading(row, span, samples=row in sampling) for row, span in spans.items()}
-        self._in_flight.append(_WatchedStep(plan.moves, reads))
+        self._in_flight.append(_WatchedStep(plan.moves, reads, plan.masked))
         self._advance(sampling, spans)
 
-    def absorb(self) -> dict[Row, _WatchedRead]:
+    def sample(self, masks: Masks, ended: Callable[[Row], bool], mask_after: Callable[[list[int]], IntArray]) -> None:
+        """Raise AssertionError unless these are the masks of the newest step. `ended`: of a row's sequence."""
+        assert len(self._in_flight) == 1, "masks came while a step that they depend on is in flight"
+        step = self._in_flight[0]
+        assert step.unsampled, "masks came for a step without masked rows, or twice"
+        right = [row for row in step.unsampled if not ended(row)]
+        assert masks.rows.tolist() == right, f"rows {right} need masks, {masks.rows.tolist()} have them"
+        for row, bits in zip(right, masks.bits, strict=True):
+            generated = self._generated[row]
+            assert bits.tolist() == mask_after(generated).tolist(), f"row {row} has another mask than after {generated}"
+        step.unsampled = ()
+
+    def absorb(self, result: StepResult) -> dict[Row, _WatchedRead]:
         """The oldest step in flight has a result; what its rows read."""
-        return self._in_flight.popleft().reads
+        step = self._in_flight.popleft()
+        assert not step.unsampled, f"rows {step.unsampled} have a result without a mask"
+        for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
+            watched = self._rows.get(Row(row))
+            if watched is not None and watched.sequence == step.reads[Row(row)].sequence:
+                self._generated[Row(row)].append(token)
+        return step.reads
 
     @property
     def num_in_flight(self) -> int:
@@ -170,6 +192,7 @@ class InFlightWatch:
             len(row_start.tokens),
             row_start.max_length,
         )
+        self._generated[row_start.row] = row_start.tokens[row_start.num_prompt :].tolist()
 
     def _spans(self, plan: StepPlan) -> Iterator[tuple[Row, range]]:
         """The positions that each row computes in this step."""
@@ -216,19 +239,10 @@ class InFlightWatch:
         chunked = {chunk.row: ChunkOutput.SAMPLE in chunk.output for chunk in plan.chunks}
         return {row for row in spans if chunked.get(row, True)}
 
-    def is_mask_unknown(self, row: Row) -> bool:
-        """Whether the token that a grammar row's next mask depends on is in flight."""
-        watched = self._rows.get(row)
-        if watched is None or not watched.masked:
-            return False
-        reads = [step.reads.get(row) for step in self._in_flight]
-        return any(read is not None and read.samples and read.sequence == watched.sequence for read in reads)
-
     def _check_masked(self, plan: StepPlan, sampling: set[Row]) -> None:
         masked = {row for row in sampling if self._rows[row].masked}
         assert set(plan.masked) == masked, f"rows {masked} sample under a grammar, the plan masks {plan.masked}"
-        for row in masked:
-            assert not self.is_mask_unknown(row), f"row {row} samples, and the token its mask depends on is in flight"
+        assert len(set(plan.masked)) == len(plan.masked), plan.masked
 
     def _reading(self, row: Row, span: range, *, samples: bool) -> _WatchedRead:
         """What a row reads in a step. No other table may hold a block that it writes, and all that it reads was

@@ -47,7 +47,7 @@ class CheckRun:
         self._recounted = CounterCheck(self.scheduler)
         losses = random.Random(int(scenario.shared_prefix.sum()))  # of its own: old seeds keep their scenarios
         self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario, self._recounted, losses)
-        self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s, self._masks)
+        self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s, self._masks, self._receive)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -95,7 +95,6 @@ class CheckRun:
             turns += 1
             if absorbed is not None:
                 self.steps += 1
-                self._receive(absorbed)
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
             window = 200 if self.scenario.policy.regime.window_s else 0  # the clock may jump back
@@ -146,7 +145,8 @@ class CheckRun:
 
     def _masks(self, sequences: Many[Sequence]) -> IntArray:
         """Grammar masks, from the tokens that were received."""
-        return np.stack([mask_after(self._expected[s.id].received, VOCAB_SIZE) for s in sequences])
+        masks = [mask_after(self._expected[s.id].received, VOCAB_SIZE) for s in sequences]
+        return np.array(masks, dtype=np.int32).reshape(-1, -(-VOCAB_SIZE // 32))
 
     # Events.
 
@@ -303,7 +303,7 @@ class CheckRun:
 
     # Outputs.
 
-    def _receive(self, absorbed: StepOutput) -> None:
+    def _receive(self, absorbed: StepOutput) -> StepOutput:
         self._note_first_tokens(absorbed)
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             expected = self._expected[SequenceId(number)]
@@ -325,6 +325,7 @@ class CheckRun:
             self._terminate(sequence)
         if absorbed.finished:
             self._forget_finished()
+        return absorbed
 
     def _note_first_tokens(self, absorbed: StepOutput) -> None:
         """The first output of a request is reported once, with the step that brings it."""

@@ -1,5 +1,7 @@
 """Logit processors in one launch: grammar masks, logit bias, min_tokens, penalties; and the penalties' token counts.
 
+Rows with a grammar and nothing else are masked in place instead: the captured sampling then serves them too.
+
 The same formulas as the `sampling` package, bit for bit: no fused multiply-add, as in tensor operations.
 """
 
@@ -41,6 +43,19 @@ def process_logits(
             TILE=_TILE, enable_fp_fusion=False,
         )  # fmt: skip
     return shaped
+
+
+def mask_logits(
+    logits: Tensor,  # [n, vocab] float32; changed in place
+    masks: Tensor,  # [m, 1 + words] int32
+) -> None:
+    """See `row_interface.MaskLogits`."""
+    num_masks, vocab_size = len(masks), logits.shape[1]
+    assert logits.dtype == torch.float32 and logits.stride(1) == masks.stride(1) == 1, (logits.dtype, logits.stride())
+    assert (masks.shape[1] - 1) * 32 >= vocab_size, (masks.shape, vocab_size)
+    if num_masks:
+        grid = (num_masks, cdiv(vocab_size, _TILE))
+        launch(_mask, grid, logits, logits.stride(0), vocab_size, masks, masks.stride(0), TILE=_TILE)
 
 
 def count_tokens(
@@ -94,6 +109,20 @@ def _shape(
         values = _penalized(values, was_in_prompt, counts, floats + row * floats_stride)
 
     tl.store(shaped + at * vocab_size + ids, tl.where(is_fault, float("nan"), values), mask=inside)
+
+
+@triton.jit(do_not_specialize=["masks_stride"])
+def _mask(logits, logits_stride, vocab_size, masks, masks_stride, TILE: tl.constexpr):
+    """One tile of a masked row."""
+    line = masks + tl.program_id(0).to(tl.int64) * masks_stride
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = ids < vocab_size
+    place = logits + tl.load(line).to(tl.int64) * logits_stride + ids
+    values = tl.load(place, mask=inside, other=0.0)
+    is_fault = (values != values) | (values == float("inf"))
+    words = tl.load(line + 1 + ids // 32, mask=inside, other=0)
+    values = tl.where(((words >> (ids % 32)) & 1) == 0, float("-inf"), values)
+    tl.store(place, tl.where(is_fault, float("nan"), values), mask=inside)
 
 
 @triton.jit
