@@ -19,7 +19,7 @@ from quire.engine.open_model import open_model
 from quire.engine.request_validator import RequestValidator
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar
-from quire.grammar.matcher import GrammarMatcher
+from quire.grammar.matcher import GrammarMatcher, MatcherPool
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
 from quire.sched.scheduler import Scheduler
@@ -62,7 +62,12 @@ class TwoGrammars:
         assert opened.tokenizer is not None
         self.clock = Clock()
         self.grammars = GrammarMasks(
-            opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size, cpu_time=self.clock
+            opened.tokenizer,
+            opened.end_ids,
+            opened.checkpoint.spec.vocab_size,
+            cpu_time=self.clock,
+            wall_time=self.clock,
+            num_threads=2,
         )
         (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
         (self.brace,) = opened.tokenizer.encode('{"')
@@ -93,10 +98,61 @@ def two_grammars(default_model_path: object) -> TwoGrammars:
 
 def test_a_slow_mask_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:
     two_grammars.clock.next_s = limits.FOLLOWING_CPU_S
-    assert two_grammars.rows_left() == [True, True, True]
+    assert two_grammars.rows_left() == [True, True, True], "all at once: the next ones are timed one by one"
     two_grammars.clock.next_s = 2 * limits.FOLLOWING_CPU_S
     assert two_grammars.rows_left() == [False, False, True], "the second was never computed"
     assert two_grammars.rows_left() == [False, False, True]
+
+
+def test_tokens_of_many_sequences_are_consumed_at_once_and_a_slow_one_is_found_next_time(
+    two_grammars: TwoGrammars,
+) -> None:
+    sequences = [*two_grammars.slow.sequences, *two_grammars.other.sequences]
+    tokens = np.array([two_grammars.letter, two_grammars.letter, two_grammars.digit], np.int32)
+    scheduler: Any = two_grammars.scheduler
+    for taken_s, num_ended in ((0.0, 0), (2 * limits.FOLLOWING_CPU_S, 0), (2 * limits.FOLLOWING_CPU_S, 2)):
+        two_grammars.clock.next_s = taken_s
+        names = np.array([sequence.id for sequence in sequences], np.int64)
+        two_grammars.grammars.advance(StepOutput(0, names, tokens), scheduler)
+        assert [sequence for sequence, _ in scheduler.concluded] == sequences[:num_ended]
+
+
+def test_a_matcher_that_panics_ends_its_own_sequence(
+    two_grammars: TwoGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others were computed beside it, in the same call: they go on as if it had not been there."""
+    bad, good, other = [*two_grammars.slow.sequences, *two_grammars.other.sequences]
+    names = np.array([bad.id, good.id, other.id], np.int64)
+    before = two_grammars.grammars.masks([bad, good, other]).copy()
+
+    class Panic(BaseException):
+        """As pyo3's."""
+
+    def advance(pool: MatcherPool, matchers: list[GrammarMatcher], tokens: list[int]) -> list[bool]:
+        matchers[1].advance(tokens[1])
+        raise Panic
+
+    one_advance = GrammarMatcher.advance
+    _, broken = two_grammars.grammars._matchers[bad.id]
+
+    def advance_one(matcher: GrammarMatcher, token: int) -> bool:
+        if matcher is broken:
+            raise Panic
+        return one_advance(matcher, token)
+
+    scheduler: Any = two_grammars.scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(MatcherPool, "advance", advance)
+        patch.setattr(GrammarMatcher, "advance", advance_one)
+        two_grammars.grammars.advance(
+            StepOutput(0, names, np.array([two_grammars.letter] * 2 + [two_grammars.digit], np.int32)), scheduler
+        )
+    assert scheduler.concluded == [(bad, FinishReason.FAILED)]
+    after = two_grammars.grammars.masks([bad, good, other])
+    alone = two_grammars.grammars.matchers(SLOW, 1)[0]
+    alone.advance(two_grammars.letter)
+    expected = np.zeros_like(after[1])
+    assert alone.fill_mask(expected) and (after[1] == expected).all() and (after[2] != before[2]).any()
 
 
 def test_a_slow_token_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.core.errors import UnsupportedModel
 from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.matcher import GrammarMatcher, MaskPool
+from quire.grammar.matcher import GrammarMatcher, MatcherPool
 from quire.grammar.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer
 from tests.grammar.writer import next_tokens
@@ -96,9 +96,34 @@ def test_many_rows_at_once_are_the_rows_one_by_one(compiler: GrammarCompiler, nu
     answers = [matcher.fork().fill_mask(row) for matcher, row in zip(matchers[:4], expected[:4], strict=True)]
     answers += [matcher.fill_mask(row) for matcher, row in zip(matchers[4:], expected[4:], strict=True)]
     rows = np.full_like(expected, -1)
-    assert MaskPool(num_threads).fill(matchers, rows) == answers and not answers[4]
+    assert MatcherPool(num_threads).fill(matchers, rows) == answers and not answers[4]
     assert (rows == expected).all()
-    assert MaskPool(num_threads).fill([], rows[:0]) == []
+    assert MatcherPool(num_threads).fill([], rows[:0]) == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_many_tokens_at_once_are_the_tokens_one_by_one(
+    compiler: GrammarCompiler, byte_level: Tokenizer, num_threads: int
+) -> None:
+    """Text, an end token where the text may end, tokens that are not allowed, and matchers that ended or failed."""
+    end = next(iter(compiler.vocabulary.end_ids))
+    compiled = compiler.compile(Grammar(GrammarKind.REGEX, "[ab]*"))
+    pool, seen = MatcherPool(num_threads), []
+    together = [compiled.matcher() for _ in range(5)]
+    alone = [compiled.matcher() for _ in range(5)]
+    (letter,) = byte_level.encode("a")
+    for tokens in ([letter] * 5, [letter, end, compiler.vocabulary.width - 1, letter, end], [letter] * 5):
+        right = [matcher.advance(token) for matcher, token in zip(alone, tokens, strict=True)]
+        assert pool.advance(together, tokens) == right
+        seen += right
+        for ours, theirs in zip(together, alone, strict=True):
+            assert (ours.failed, ours.violated, ours.ended, ours.stopped, ours._tokens) == (
+                theirs.failed, theirs.violated, theirs.ended, theirs.stopped, theirs._tokens
+            )  # fmt: skip
+    assert not all(seen) and any(seen)
+    together[0].restore()
+    row = np.zeros((2, compiler.vocabulary.num_words), np.int32)
+    assert together[0].fill_mask(row[0]) == alone[0].fill_mask(row[1]) and (row[0] == row[1]).all()
 
 
 def test_ids_that_are_no_tokens_are_never_allowed(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
@@ -119,7 +144,7 @@ def test_logits_may_be_narrower_than_the_tokenizer(
     wide = next_tokens(fallback_compiler.compile(OBJECT).matcher(), fallback_compiler)
     assert next_tokens(narrow.compile(OBJECT).matcher(), narrow) == [token for token in wide if token < width]
     rows = np.zeros((1, narrow.vocabulary.num_words), np.int32)
-    assert MaskPool(1).fill([narrow.compile(OBJECT).matcher()], rows) == [True] and rows.any()
+    assert MatcherPool(1).fill([narrow.compile(OBJECT).matcher()], rows) == [True] and rows.any()
 
 
 def test_every_end_is_an_end(byte_fallback: Tokenizer, fallback_compiler: GrammarCompiler) -> None:

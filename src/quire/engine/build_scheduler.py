@@ -14,6 +14,7 @@ from quire.config import EngineConfig, ResolvedConfig
 from quire.core.errors import QuireError
 from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
+from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kv.manager import KVManager, count_blocks
 from quire.runner.graph_shapes import prompt_sizes, rows_beside
 from quire.sched.batching import MAX_STRETCH, PER_DECODE
@@ -22,6 +23,8 @@ from quire.sched.policy import REGIMES, CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
+
+_MAX_GRAMMAR_THREADS = 8  # 64 masks take some 15 µs each
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
@@ -45,7 +48,8 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None"
         return None
     from quire.engine.grammar_masks import GrammarMasks
 
-    return GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size)
+    num_threads = min(usable_cores().num_threads, _MAX_GRAMMAR_THREADS)
+    return GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size, num_threads=num_threads)
 
 
 def load_vocabulary(grammars: "GrammarMasks") -> None:

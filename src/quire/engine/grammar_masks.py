@@ -20,7 +20,7 @@ from quire.core.step import FinishReason
 from quire.core.step_output import StepOutput
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
-from quire.grammar.matcher import GrammarMatcher
+from quire.grammar.matcher import GrammarMatcher, MatcherPool
 from quire.grammar.vocabulary import GrammarVocabulary
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
@@ -37,7 +37,10 @@ def _pass_interrupt(error: BaseException) -> None:
 class GrammarMasks:
     """Starts with a request group, advances with its tokens, drops finished sequences."""
 
-    __slots__ = ("_compiler", "_cpu_time", "_lock", "_matchers", "_num_words", "_vocabulary")
+    __slots__ = (
+        "_bits", "_compiler", "_cpu_time", "_lock", "_matchers", "_num_singly", "_num_threads", "_num_words", "_pool",
+        "_vocabulary", "_wall_time",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -45,10 +48,17 @@ class GrammarMasks:
         end_ids: tuple[int, ...],
         vocab_size: int,
         cpu_time: Callable[[], float] = time.thread_time,
+        wall_time: Callable[[], float] = time.perf_counter,
+        num_threads: int = 1,
     ) -> None:
         self._cpu_time = cpu_time
+        self._wall_time = wall_time
+        self._num_threads = num_threads
+        self._pool: MatcherPool | None = None
+        self._num_singly = 0  # calls in which each matcher is timed alone: the last one took long
         self._vocabulary = (tokenizer, end_ids, vocab_size)
         self._num_words = -(-vocab_size // 32)
+        self._bits: IntArray = np.zeros((0, self._num_words), dtype=np.int32)
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._matchers: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
@@ -74,11 +84,49 @@ class GrammarMasks:
             self._matchers[sequence.id] = (sequence, matcher)
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
-        """The mask of allowed next tokens of each sequence."""
-        bits = np.zeros((len(sequences), self._num_words), dtype=np.int32)
-        for sequence, row in zip(sequences, bits, strict=True):
-            self._fill(sequence, row)
+        """The mask of allowed next tokens of each sequence, until the next call."""
+        if len(sequences) > len(self._bits):
+            self._bits = np.zeros((2 * len(sequences), self._num_words), dtype=np.int32)
+        bits = self._bits[: len(sequences)]
+        if not self._fill_together(sequences, bits):
+            for sequence, row in zip(sequences, bits, strict=True):
+                self._fill(sequence, row)
         return bits
+
+    def _fill_together(self, sequences: Many[Sequence], bits: IntArray) -> bool:
+        """All masks at once, in threads; False: each must be filled alone."""
+        if not self._may_work_together(len(sequences)):
+            return False
+        started_s = self._wall_time()
+        matchers = [self._matchers[sequence.id][1] for sequence in sequences if sequence.id in self._matchers]
+        try:
+            for sequence in sequences:
+                trip(FaultSite.GRAMMAR_MASK, sequence.id)
+            filled = self._threads().fill(matchers, bits)
+        except BaseException as error:  # of one of them, which fails again when it is filled alone
+            _pass_interrupt(error)
+            for matcher in matchers:
+                matcher.restore()
+            return False
+        for sequence, is_filled in zip(sequences, filled, strict=True):
+            if not is_filled:
+                _log.error("the grammar matcher of request %s failed", sequence.request.id)
+        self._note_wall_time(started_s)
+        return True
+
+    def _may_work_together(self, count: int) -> bool:
+        self._num_singly = max(self._num_singly - 1, 0)
+        return count > 1 and not self._num_singly
+
+    def _threads(self) -> MatcherPool:
+        if self._pool is None:
+            self._pool = MatcherPool(self._num_threads)
+        return self._pool
+
+    def _note_wall_time(self, started_s: float) -> None:
+        """In threads no CPU time is known: where a call takes long, those of the next step are timed one by one."""
+        if self._wall_time() - started_s > limits.FAILING_CPU_S:
+            self._num_singly = 3
 
     def has_failed(self, sequence: Sequence) -> bool:
         """Whether its grammar exceeded a limit."""
@@ -117,28 +165,59 @@ class GrammarMasks:
         """Advance with the step's tokens. A sequence that can continue no further is finished, end token or not."""
         if not self._matchers:
             return
-        for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
-            entry = self._matchers.get(SequenceId(number))
-            if entry is not None and not entry[0].finished:
-                reason = self._advance_one(entry[1], number, token)
-                if reason is not None:
-                    scheduler.conclude(entry[0], reason)
+        sampled = zip(output.sequences.tolist(), output.tokens.tolist(), strict=True)
+        found = [
+            (entry, token) for name, token in sampled if (entry := self._matchers.get(SequenceId(name))) is not None
+        ]
+        going_on = [(sequence, matcher, token) for (sequence, matcher), token in found if not sequence.finished]
+        if not self._advance_together(going_on, scheduler):
+            for sequence, matcher, token in going_on:
+                self._conclude(sequence, self._advance_one(matcher, sequence.id, token), scheduler)
         for name in [name for name, (sequence, _) in self._matchers.items() if sequence.finished]:
             del self._matchers[name]
+
+    def _advance_together(self, sampled: list[tuple[Sequence, GrammarMatcher, int]], scheduler: Scheduler) -> bool:
+        """All at once, in threads; False: each must be advanced alone."""
+        if not self._may_work_together(len(sampled)):
+            return False
+        started_s = self._wall_time()
+        matchers = [matcher for _, matcher, _ in sampled]
+        try:
+            for sequence, _, _ in sampled:
+                trip(FaultSite.GRAMMAR_ADVANCE, sequence.id)
+            taken = self._threads().advance(matchers, [token for _, _, token in sampled])
+        except BaseException as error:  # of one of them, which fails again when it is advanced alone
+            _pass_interrupt(error)
+            for matcher in matchers:
+                matcher.restore()
+            return False
+        self._note_wall_time(started_s)
+        for (sequence, matcher, _), is_taken in zip(sampled, taken, strict=True):
+            self._conclude(sequence, self._reason(matcher, sequence.id, taken=is_taken), scheduler)
+        return True
+
+    def _conclude(self, sequence: Sequence, reason: FinishReason | None, scheduler: Scheduler) -> None:
+        if reason is not None:
+            scheduler.conclude(sequence, reason)
+
+    def _reason(self, matcher: GrammarMatcher, name: int, *, taken: bool) -> FinishReason | None:
+        """Why a sequence ends with the token that its matcher consumed; None: it goes on."""
+        if not taken:
+            _log.error("the grammar matcher of sequence %s failed: %.200s", name, matcher.trouble)
+            return FinishReason.FAILED if matcher.violated else FinishReason.GRAMMAR_FAILED
+        return FinishReason.STOP if matcher.stopped else None
 
     def _advance_one(self, matcher: GrammarMatcher, name: int, token: int) -> FinishReason | None:
         try:
             trip(FaultSite.GRAMMAR_ADVANCE, name)
             started_s = self._cpu_time()
             taken = matcher.advance(token)
-            if self._is_slow(matcher, started_s) or not taken:
-                _log.error("the grammar matcher of sequence %s failed: %.200s", name, matcher.trouble)
-                return FinishReason.FAILED if matcher.violated else FinishReason.GRAMMAR_FAILED
+            is_slow = self._is_slow(matcher, started_s)
+            return self._reason(matcher, name, taken=taken and not is_slow)
         except BaseException as error:
             _pass_interrupt(error)
             _log.exception("a grammar failed to consume a token")
             return FinishReason.FAILED
-        return FinishReason.STOP if matcher.stopped else None
 
     def _is_slow(self, matcher: GrammarMatcher, started_s: float) -> bool:
         """Whether it took too long. All its sequences fail: each of them would take as long again."""

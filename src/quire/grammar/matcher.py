@@ -55,15 +55,24 @@ class GrammarMatcher:
 
     def advance(self, token: int) -> bool:
         """Consume a sampled token. False: it was not allowed, or the grammar failed; no token may follow."""
-        if self.failed or self._ended:
-            return False
-        if token in self.pattern.vocabulary.end_ids and self.may_end:
-            self._ended = True
-            return True
-        if self._inner.consume_token(token):
-            self._tokens.append(token)
-            return True
-        if self._renew() and self._inner.consume_token(token):
+        if not self._is_text(token):
+            return self._end()
+        return self._note(token, self._inner.consume_token(token))
+
+    def _is_text(self, token: int) -> bool:
+        """Whether llguidance consumes the token: it goes on, and this is no end token."""
+        ends = token in self.pattern.vocabulary.end_ids and self.may_end
+        return not self.failed and not self._ended and not ends
+
+    def _end(self) -> bool:
+        """Consume what is not text; False if it had ended or failed before."""
+        goes_on = not self.failed and not self._ended
+        self._ended = self._ended or goes_on
+        return goes_on
+
+    def _note(self, token: int, taken: bool) -> bool:
+        """A token was passed to llguidance, which took it or not. Where its lexer was full it is passed again."""
+        if taken or (self._renew() and self._inner.consume_token(token)):
             self._tokens.append(token)
             return True
         self.failed = True
@@ -79,7 +88,7 @@ class GrammarMatcher:
     @property
     def stopped(self) -> bool:
         """Only the end token may follow."""
-        return self._ended or (self.may_end and self._inner.is_stopped())
+        return self._ended or (self._inner.is_stopped() and self.may_end)
 
     @property
     def ended(self) -> bool:
@@ -96,6 +105,12 @@ class GrammarMatcher:
             del self._tokens[-num_tokens:]
             rolled = self._inner.rollback(num_tokens)
             assert rolled, self._inner.get_error()
+
+    def restore(self) -> None:
+        """Forget a call of llguidance that was interrupted: the state after the tokens consumed before it."""
+        self._inner = self._origin.deep_copy()
+        if self._tokens and not self._inner.consume_tokens(self._tokens):
+            self.failed = True
 
     def fork(self) -> "GrammarMatcher":
         """A second matcher in the same state."""
@@ -150,8 +165,9 @@ class GrammarMatcher:
         return not self._tokens or self._inner.consume_tokens(self._tokens)
 
 
-class MaskPool:
-    """Fills many mask rows at once, in a thread pool."""
+class MatcherPool:
+    """Many matchers of one vocabulary at once, in threads of llguidance. An error may leave any of them halfway: see
+    `GrammarMatcher.restore`."""
 
     __slots__ = ("_executor",)
 
@@ -159,17 +175,29 @@ class MaskPool:
         self._executor = LLExecutor(num_threads)
 
     def fill(self, matchers: list[GrammarMatcher], mask_rows: IntArray) -> list[bool]:
-        """`GrammarMatcher.fill_mask` for each matcher into the mask row of its index: same bits, same return values.
-
-        All matchers must have the same vocabulary.
-        """
+        """`GrammarMatcher.fill_mask` for each matcher into the mask row of its index: same bits, same return values."""
         assert len(matchers) == len(mask_rows) and mask_rows.flags.c_contiguous and mask_rows.dtype == np.int32
         if not matchers or not matchers[0].pattern.vocabulary.exact:
             return [matcher.fill_mask(row) for matcher, row in zip(matchers, mask_rows, strict=True)]
-        open_ones = [(place, one) for place, one in enumerate(matchers) if not one.failed and not one.ended]
+        open_ones = [(one._inner, place) for place, one in enumerate(matchers) if not one.failed and not one.ended]
         if open_ones:
-            work = [(one._inner, place) for place, one in open_ones]
-            self._executor.unsafe_compute_mask_ptr(work, mask_rows.ctypes.data, mask_rows.strides[0], len(mask_rows))
-        for _, one in open_ones:
+            at, stride = mask_rows.ctypes.data, mask_rows.strides[0]
+            self._executor.unsafe_compute_mask_ptr(open_ones, at, stride, len(mask_rows))
+        vocabulary = matchers[0].pattern.vocabulary
+        mask_rows[:, vocabulary.partial] &= vocabulary.known[vocabulary.partial]
+        filled: list[bool] = (np.bitwise_or.reduce(mask_rows, axis=1) != 0).tolist()
+        for place, one in enumerate(matchers):
+            if one.failed or one.ended or not filled[place] or one._inner.is_error():
+                filled[place] = one._finish(mask_rows[place])
             one.pattern.num_masks += 1
-        return [one._finish(row) for one, row in zip(matchers, mask_rows, strict=True)]
+        return filled
+
+    def advance(self, matchers: list[GrammarMatcher], tokens: list[int]) -> list[bool]:
+        """`GrammarMatcher.advance` of each matcher with the token of its index."""
+        text = [place for place, one in enumerate(matchers) if one._is_text(tokens[place])]
+        consumed = self._executor.consume_token_par([(matchers[place]._inner, tokens[place]) for place in text])
+        took = dict(zip(text, consumed, strict=True))
+        return [
+            one._note(token, took[place]) if place in took else one._end()
+            for place, (one, token) in enumerate(zip(matchers, tokens, strict=True))
+        ]

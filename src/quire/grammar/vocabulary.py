@@ -26,7 +26,7 @@ class GrammarVocabulary:
     `width` is the width of the model's logits, which may differ from the tokenizer's vocabulary size.
     """
 
-    __slots__ = ("end_ids", "ends", "known", "num_words", "tokens", "tokens_wide", "width")
+    __slots__ = ("end_ids", "ends", "known", "num_words", "partial", "tokens", "tokens_wide", "width")
 
     def __init__(self, spelling: TokenSpelling, end_ids: tuple[int, ...], width: int) -> None:
         ends = tuple(token_id for token_id in end_ids if token_id < width)
@@ -39,6 +39,8 @@ class GrammarVocabulary:
         self.tokens = _compiled(spelling, self.tokens_wide, ends)
         known = [token_id for token_id in range(width) if spelling.id_to_piece(token_id) is not None]
         self.known = _bits(known, self.num_words)  # ids that have a token: the others are never allowed
+        first = int(np.argmax(self.known != -1)) if (self.known != -1).any() else self.num_words
+        self.partial = slice(first, self.num_words)  # words with unknown ids are among these: mostly the last few
         self.ends = _bits(list(ends), self.num_words)
 
     @property
