@@ -1,6 +1,7 @@
 """Shared by the tests of benchmarks: the command line in this process, and a model of a few thousand weights."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -28,12 +29,14 @@ TINY = ModelSpec(
 
 @pytest.fixture
 def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """`quire` with a shape named "tiny", on the reference kernels: compiling others takes longer than the tests."""
+    """`quire` with a shape named "tiny", and "wordy" with more tokens, on the reference kernels: compiling others takes
+    longer than the tests."""
 
     def reference(*arguments: object) -> KernelChoice:
         return select_kernels("reference")
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(SHAPES, "wordy", replace(TINY, vocab_size=2_000))
     monkeypatch.setattr(build, "select_kernels", reference)
     monkeypatch.setattr(gc, "unfreeze", lambda: None)  # after a measurement: the heap of all tests stays frozen
     return Shell(monkeypatch, capsys)

@@ -1,6 +1,8 @@
 """`quire bench throughput` and `latency` on a tiny model: their output as tables and as JSON."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.bench.conftest import TINY
 from tests.cli.commands import Shell
 
 ENGINE = ("--model", "tiny", "--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1MiB")
+GRAMMAR_ENGINE = ("--model", "wordy", *ENGINE[2:])
 PART = ("--requests", "3", "--scale", "0.01", "--repeats", "2")
 
 
@@ -60,6 +63,44 @@ def test_sampling_options_reach_the_engine(quire: Shell, verb: str, monkeypatch:
     options |= {"logprobs": 2, "prompt_logprobs": 1}
     assert json.loads(result.out)["sampling"] == options
     assert received == [SamplingParams(**options, max_tokens=4, ignore_eos=True)] * 6, "the warm-up and the repeat"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_grammar_is_measured_beside_the_same_requests_without_it(
+    quire: Shell, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs have their forced lengths, as beginnings of a list that follows the schema."""
+    outputs: list[list[str]] = []
+    generate = LLM.generate
+
+    def recording(self: LLM, prompts, params, **others):
+        found = generate(self, prompts, params, **others)
+        outputs.append([each.outputs[0].text for each, asked in zip(found, params, strict=True) if asked.grammar])
+        return found
+
+    monkeypatch.setattr(LLM, "generate", recording)
+    options = ("--repeats", "2", "--workload", "4x8+20", "--grammar", "json", "--grammar-share", str(share), "--json")
+    result = quire("bench", "throughput", *GRAMMAR_ENGINE, *options)
+    assert result.status == 0, result.err
+    without, under = map(json.loads, result.out.splitlines())
+    assert without["grammar"] is None and under["grammar"]["share"] == share
+    assert without["output_tokens"] == under["output_tokens"] == 80
+    assert [len(run) for run in outputs] == [round(4 * each) for each in (0, share, 0, share, share, 0)], "in turns"
+    for text in (text for run in outputs for text in run):
+        assert re.fullmatch(r'\[\s*\{\s*(".*)?', text, re.DOTALL), text
+
+
+def test_a_grammar_is_shown_as_a_ratio(quire: Shell, tmp_path: Path) -> None:
+    schema = tmp_path / "numbers.json"
+    schema.write_text(json.dumps({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}))
+    options = ("--repeats", "1", "--workload", "2x8+4", "--grammar", str(schema))
+    result = quire("bench", "latency", *GRAMMAR_ENGINE, *options)
+    assert result.status == 0, result.err
+    assert "2x8+4: with the grammar" in result.out and "times the tokens per second without it" in result.out
+    for text, reason in (("[1]", "holds no object"), ("{", "cannot be read as a JSON schema")):
+        schema.write_text(text)
+        result = quire("bench", "latency", *GRAMMAR_ENGINE, *options)
+        assert result.status == 2 and reason in result.err
 
 
 def test_the_prefix_cache_is_empty_before_each_repeat(quire: Shell) -> None:

@@ -68,6 +68,25 @@ def agree(quick: Sampler, plain: Sampler, logits: Tensor, batch: SamplingBatch, 
 
 
 @pytest.mark.parametrize("vocab_size", [4001, 4096])
+def test_masks_alone_are_applied_in_place_and_to_no_other_row(vocab_size: int) -> None:
+    """The same bits as in a copy, for rows anywhere in the logits; NaN and inf survive, also where they are masked."""
+    quick, _ = samplers([Case(RowSampling(masked=row != 1), (1, 8), 2) for row in range(3)], vocab_size)
+    masks = masks_of({2: torch.arange(vocab_size) % 5 > 1, 0: torch.arange(vocab_size) > 3900}, vocab_size)
+    logits = normal(6, vocab_size)
+    logits[4, 9], logits[5, 2], logits[1, 7] = math.inf, math.nan, math.inf
+    lines, before = np.array([4, 1, 5]), logits.clone()
+    batch = SamplingBatch(torch.arange(3, device=DEVICE), np.arange(3, dtype=np.int32), torch.zeros(3, device=DEVICE))
+    for _ in range(2):  # the second time into the same buffer
+        logits.copy_(before)
+        quick.mask(logits, np.arange(3, dtype=np.int32), lines, masks)
+        truth = before.clone()
+        truth[[4, 5]] = quick._process_logits_fused(before[[4, 1, 5]], batch, masks)[[0, 2]]
+        assert torch.equal(logits.view(torch.int32), truth.view(torch.int32))
+    quick.mask(logits, np.arange(3, dtype=np.int32), lines, masks_of({}, vocab_size))
+    assert torch.equal(logits.view(torch.int32), truth.view(torch.int32)), "no row has a mask"
+
+
+@pytest.mark.parametrize("vocab_size", [4001, 4096])
 def test_each_processor_and_all_together_agree(vocab_size: int) -> None:
     tokens = (1, 8, 4000, 9, 9, 9, 1)
     assigned = [Case(wish, tokens, num_prompt=2) for wish in (WORN, BIASED, PDL, WARY, RowSampling())]

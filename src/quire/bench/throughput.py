@@ -3,28 +3,119 @@
 A report as plain data, for JSON: the figures, and the raw values behind them.
 """
 
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from itertools import chain, product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from quire.bench.observer import GpuBusy, Observer, StepEvent, busy, steady_decode, token_gaps_s
 from quire.bench.service_levels import percentiles_ms
 from quire.bench.workload import BenchJob, WorkloadSlice, find, named_jobs
 from quire.core.errors import ConfigError
 from quire.core.process import gc_undisturbed
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import Grammar, GrammarKind, SamplingParams
 from quire.engine.outputs import RequestMetrics
 from quire.kernels.cpu.native_kernels import NativeKernels
 from quire.llm import LLM
 from quire.models.decoder import Decoder
+from quire.text.hf_tokenizer import TokenizerFiles
+from quire.text.tokenizer import Tokenizer, byte_alphabet
 
 _WARM_UP_OUTPUT = 16  # tokens of each output in the warm-up: enough to decode with all rows assigned
 _WARM_UP_SEED = 1_000_003  # added to the seed, so that the warm-up has other prompts
+
+
+Report = dict[str, object]
+
+_PERSON: Report = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "active": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "active"],
+    "additionalProperties": False,
+}
+
+
+class BenchGrammar(NamedTuple):
+    """A JSON schema for the outputs of some requests, spread evenly.
+
+    An output is a list with one element more than it has tokens: so no output is complete before its forced length.
+    """
+
+    name: str
+    schema: Report
+    share: float
+
+    @staticmethod
+    def read(text: str, share: float) -> "BenchGrammar":
+        """`json`: a small object; otherwise the name of a file with a schema."""
+        if text == "json":
+            return BenchGrammar(text, _PERSON, share)
+        try:
+            schema = json.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{text} cannot be read as a JSON schema: {error}", param="grammar") from error
+        if not isinstance(schema, dict):
+            raise ConfigError(f"{text} is not a JSON schema: it holds no object.", param="grammar")
+        return BenchGrammar(Path(text).name, schema, share)
+
+    def of(self, jobs: Many[BenchJob]) -> list[Grammar | None]:
+        """The grammar of each request."""
+        longest = max(job.num_output for job in jobs)
+        named = {key: value for key, value in self.schema.items() if key in ("$defs", "definitions", "$schema")}
+        element = {key: value for key, value in self.schema.items() if key not in named}
+        text = json.dumps({**named, "type": "array", "items": element, "minItems": longest + 1})
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, text)
+        counts = [math.floor((place + 1) * self.share) - math.floor(place * self.share) for place in range(len(jobs))]
+        return [grammar if count else None for count in counts]
+
+
+_END = "<end>"
+_MARKS = ('"', ":", ",", "{", "}", "[", "]", " ", "\n", ".", "-")
+_SYLLABLES = [first + second for first in "bcdfghjklmnprstvwz" for second in "aeiouy"]
+_FEWEST_TOKENS = 512
+
+
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level vocabulary of this size, for the grammars of a model without a tokenizer: all bytes, numbers,
+    runs of JSON's marks, and words of a few syllables, with and without a space and a capital. It cannot encode text
+    well: it has no merges."""
+    if vocab_size < _FEWEST_TOKENS:
+        raise ConfigError(f"--grammar needs a vocabulary of {_FEWEST_TOKENS} tokens; this shape has {vocab_size}.")
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    texts = chain((str(number) for number in range(1000)), map("".join, product(_MARKS, repeat=2)), _words())
+    pieces = ("".join(letters[byte] for byte in text.encode()) for text in texts)
+    vocabulary: dict[str, int] = {}
+    for piece in chain(letters.values(), pieces):
+        vocabulary.setdefault(piece, len(vocabulary))
+        if len(vocabulary) == vocab_size - 1:
+            break
+    backend = Backend(BPE(vocab=vocabulary | {_END: vocab_size - 1}, merges=[]))
+    backend.decoder = ByteLevel()
+    backend.add_special_tokens([_END])
+    return Tokenizer(TokenizerFiles(backend, None, vocab_size - 1, (vocab_size - 1,), None))
+
+
+def _words() -> Iterator[str]:
+    """From short to long."""
+    for count in (1, 2, 3):
+        for word in map("".join, product(_SYLLABLES, repeat=count)):
+            yield from (word, f" {word}", word.capitalize(), f" {word.capitalize()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +162,14 @@ class Measurement(NamedTuple):
     seed: int
     part: WorkloadSlice
     runs: tuple[ThroughputRun, ...]
+    grammar: BenchGrammar | None = None
+
+    @property
+    def title(self) -> str:
+        if self.grammar is None:
+            return self.workload
+        share = "" if self.grammar.share == 1 else f"{self.grammar.share:.0%} "
+        return f"{self.workload}, {share}under {self.grammar.name}"
 
     @property
     def seconds(self) -> float:
@@ -99,10 +198,12 @@ def measure(
     repeats: int,
     sampling: SamplingParams,
     say: Callable[[str], None],
-) -> Measurement:
+    grammar: BenchGrammar | None = None,
+) -> list[Measurement]:
     """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each repeat.
 
-    The lengths of the workload replace those of `sampling`.
+    The lengths of the workload replace those of `sampling`. With a grammar, each repeat runs without it and with it:
+    two measurements, in turns of changing order.
     """
     vocab_size = llm.built.checkpoint.spec.vocab_size
     seed = find(workload).seed if seed is None else seed
@@ -111,12 +212,15 @@ def measure(
     warm_up = [BenchJob(job.prompt, min(job.num_output, _WARM_UP_OUTPUT)) for job in others]
     _check_lengths(workload, [*jobs, *warm_up], llm.built.resolved.max_model_len)
     say(f"{workload}: warm-up")
-    run_closed(llm, observer, warm_up, sampling)
-    runs = []
+    sides = [None] if grammar is None else [None, grammar]
+    runs: list[list[ThroughputRun]] = [[] for _ in sides]
+    for side in sides:
+        run_closed(llm, observer, warm_up, sampling, side)
     for number in range(repeats):
         say(f"{workload}: repeat {number + 1} of {repeats}")
-        runs.append(run_closed(llm, observer, jobs, sampling))
-    return Measurement(workload, seed, part, tuple(runs))
+        for place in range(len(sides))[:: -1 if number % 2 else 1]:
+            runs[place].append(run_closed(llm, observer, jobs, sampling, sides[place]))
+    return [Measurement(workload, seed, part, tuple(of), side) for of, side in zip(runs, sides, strict=True)]
 
 
 def _check_lengths(workload: str, jobs: Many[BenchJob], max_model_len: int) -> None:
@@ -130,8 +234,18 @@ def _check_lengths(workload: str, jobs: Many[BenchJob], max_model_len: int) -> N
         )
 
 
-def run_closed(llm: LLM, observer: Observer, jobs: Many[BenchJob], sampling: SamplingParams) -> ThroughputRun:
-    params = [replace(sampling, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
+def run_closed(
+    llm: LLM,
+    observer: Observer,
+    jobs: Many[BenchJob],
+    sampling: SamplingParams,
+    grammar: BenchGrammar | None = None,
+) -> ThroughputRun:
+    grammars = [None] * len(jobs) if grammar is None else grammar.of(jobs)
+    params = [
+        replace(sampling, max_tokens=job.num_output, ignore_eos=True, grammar=each)
+        for job, each in zip(jobs, grammars, strict=True)
+    ]
     prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
     llm.reset_prefix_cache()
     observer.clear()
@@ -150,8 +264,6 @@ def run_closed(llm: LLM, observer: Observer, jobs: Many[BenchJob], sampling: Sam
         tuple(observer.steps),
     )
 
-
-Report = dict[str, object]
 
 NO_GPU = "not measured: the device is the CPU, which computes each step in the time of the engine loop"
 
@@ -186,6 +298,7 @@ def latency(measured: Measurement) -> Report:
 def _work(measured: Measurement) -> Report:
     return {
         "workload": measured.workload,
+        "grammar": measured.grammar and measured.grammar._asdict(),
         "whole": measured.part.whole,  # a part is not a figure of the workload
         "scale": measured.part.scale,
         "seed": measured.seed,

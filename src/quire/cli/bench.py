@@ -87,6 +87,10 @@ def _workload_options(allowed: Many[str], default: str) -> Callable[[Command], C
         click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: off."),
         click.option("--logprobs", type=int, help="Logprobs of each token and of N alternatives."),
         click.option("--prompt-logprobs", type=int, help="The same for prompt tokens."),
+        click.option("--grammar", metavar="json|FILE",
+                     help="Also with answers that follow a JSON schema, in turns: a list of what it describes."),
+        click.option("--grammar-share", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True,
+                     help="The share of the requests under the grammar; the others run beside them."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
     )  # fmt: skip
 

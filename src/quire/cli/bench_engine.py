@@ -23,7 +23,7 @@ from quire.bench.quality import WeightQuality, measure_quality, read_text
 from quire.bench.service_levels import Percentiles, percentiles_ms
 from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.step_times import RaggedStep, measure_steps
-from quire.bench.throughput import Measurement, measure
+from quire.bench.throughput import BenchGrammar, Measurement, measure
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
 from quire.cli.load_model import NamedModel, headline, start
@@ -72,8 +72,14 @@ def _show(
     sampling = SamplingParams(**requested)  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
+    schema, grammar = given["grammar"], None
+    if schema is not None:
+        grammar = BenchGrammar.read(str(schema), float(str(given["grammar_share"])))
+    if grammar is not None and model.opened.tokenizer is None:
+        tokenizer = report.synthetic_tokenizer(model.opened.checkpoint.spec.vocab_size)
+        model = model._replace(opened=model.opened._replace(tokenizer=tokenizer))
     built = start(model, report=True, observe=observer.wrap)
-    measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
+    measured = _measure(LLM.over(built), observer, workloads, part, sampling, grammar, given)
     if given["as_json"]:
         facts = {"model": built.name, "sampling": requested, "settings": settings(built),
                  **environment(sys.argv[1:], device)}  # fmt: skip
@@ -81,12 +87,17 @@ def _show(
             print(json.dumps({**plain(each), **facts}), flush=True)
         return
     table = Table(*columns, title=_title(built, sampling), title_justify="left")
+    seconds: dict[tuple[str, bool], float] = {}
     try:
         for each in measured:
             table.add_row(*row(each))
+            seconds[each.workload, each.grammar is None] = each.seconds
     finally:
         if table.row_count:  # after Ctrl-C or a failure too: workloads that ended are shown
             out.print(table)
+    for workload in workloads if grammar else ():
+        ratio = seconds[workload, True] / seconds[workload, False]
+        out.print(f"{workload}: with the grammar {ratio:.3f} times the tokens per second without it.")
     if not part.whole:
         out.print("Parts of the workloads: a trial, not to be compared with figures of the whole.")
     if device == "cpu":
@@ -99,12 +110,13 @@ def _measure(
     workloads: Many[str],
     part: WorkloadSlice,
     sampling: SamplingParams,
+    grammar: BenchGrammar | None,
     given: Mapping[str, object],
 ) -> Iterator[Measurement]:
     seed = given["seed"]
     assert seed is None or isinstance(seed, int), seed
     for workload in workloads:
-        yield measure(
+        yield from measure(
             llm,
             observer,
             workload,
@@ -113,6 +125,7 @@ def _measure(
             repeats=int(str(given["repeats"])),
             sampling=sampling,
             say=lambda text: err.print(text, style="dim"),
+            grammar=grammar,
         )
 
 
@@ -128,7 +141,7 @@ def _title(built: BuiltEngine, sampling: SamplingParams) -> str:
 def _throughput_row(measured: Measurement) -> list[str]:
     each = ", ".join(f"{run.seconds:.3f}" for run in measured.runs)
     return [
-        measured.workload,
+        measured.title,
         f"{measured.num_requests:,}",
         f"{measured.num_input:,}",
         f"{measured.num_output:,}",
@@ -144,7 +157,7 @@ def _latency_row(measured: Measurement) -> list[str]:
     assert first is not None, measured
     columns = [f"{value:.3f}" for value in gaps or ()] or ["–"] * len(Percentiles._fields)
     return [
-        measured.workload,
+        measured.title,
         f"{1000 * measured.seconds / measured.runs[0].longest_output:.3f}",
         f"{first.p50:.2f}",
         f"{first.p99:.2f}",

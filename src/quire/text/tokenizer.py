@@ -131,7 +131,7 @@ def _decodes_bytes(decoder: object) -> bool:
     return [step["type"] for step in steps] == ["ByteLevel"]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's byte-to-unicode table: printable bytes map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -140,7 +140,7 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()
 
 
 def _bytes_of(piece: str) -> bytes:

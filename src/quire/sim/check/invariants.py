@@ -283,7 +283,7 @@ class _CountedRow:
 
 
 class CounterCheck:
-    """Follows one scheduler: `begin` before a step, `launch` with its plan, `end` after it."""
+    """Follows one scheduler: `begin` before a turn, `launch` with its plan, `absorb` with its output, `end` after."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -292,6 +292,7 @@ class CounterCheck:
         self._running: set[RequestId] = set()
         self._num_preemptions: dict[RequestId, int] = {}
         self._admitted: set[RequestId] = set()
+        self._forked: set[SequenceId] = set()  # counted, and not planned yet
         self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.forks = 0
@@ -305,6 +306,7 @@ class CounterCheck:
 
     def launch(self, plan: StepPlan, reads: Mapping[Row, _WatchedRead]) -> None:
         """A chunk recomputes the positions that its sequence had before its row was released."""
+        self._forked.clear()
         self._count_cached(plan)
         self._charge(plan, reads)
         for row in list(self._rows) if plan.reset else plan.releases:
@@ -338,13 +340,18 @@ class CounterCheck:
             self.service[sequence.request.tenant] += cost + len(read.table) * _PRICES.block_step
             self.service_of_beams |= sequence.request.beam is not None
 
-    def end(self, groups: list[RequestGroup], num_preemptions: int) -> None:
-        """Sequences that wait for their first plan were forked. A preemption for a request that did not run took a row,
-        of a lower class or of another tenant of its class; one for a running request took blocks."""
-        forked = self._scheduler.forked_sequences()
+    def absorb(self) -> None:
+        """A step was absorbed: sequences that wait for their first plan were forked. Another step may be absorbed before
+        that plan, or be lost in the same turn."""
+        forked = [each for each in self._scheduler.forked_sequences() if each.id not in self._forked]
+        self._forked |= {each.id for each in forked}
         self.forks += len(forked)
         for sequence in forked:
             self._num_before[sequence.id] = max(self._num_before.get(sequence.id, 0), sequence.num_computed)
+
+    def end(self, groups: list[RequestGroup], num_preemptions: int) -> None:
+        """A preemption for a request that did not run took a row, of a lower class or of another tenant of its class;
+        one for a running request took blocks."""
         if num_preemptions == sum(self._num_preemptions.values()):
             return
         priorities = {group.request.id: group.request.priority for group in groups}

@@ -304,6 +304,7 @@ class CheckRun:
     # Outputs.
 
     def _receive(self, absorbed: StepOutput) -> StepOutput:
+        self._recounted.absorb()
         self._note_first_tokens(absorbed)
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             expected = self._expected[SequenceId(number)]
