@@ -25,7 +25,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "kernels/gpu/copy_blocks.py": "one kernel",
     "kernels/gpu/gluon_compat.py": "what Triton releases call differently",
     "kernels/gpu/hopper_support.py": "must load where Gluon is missing",
-    "kernels/transfers.py": "host to device and back, shared by runner, sampling and KV store",
     "layers/attention.py": "one layer",
     "layers/linear.py": "two layers",
     "weights/dequantize.py": "the protocol, loaded without gguf",

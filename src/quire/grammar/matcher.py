@@ -60,7 +60,7 @@ class GrammarMatcher:
         return self._note(token, self._inner.consume_token(token))
 
     def _is_text(self, token: int) -> bool:
-        """Whether llguidance consumes the token: it goes on, and this is no end token."""
+        """Whether llguidance consumes the token: it goes on, and this does not end it."""
         ends = token in self.pattern.vocabulary.end_ids and self.may_end
         return not self.failed and not self._ended and not ends
 

@@ -27,7 +27,7 @@ def upload_integers(device: torch.device, *arrays: NDArray[np.integer]) -> tuple
     return torch.split(copied, [len(part) for part in padded])[::2]
 
 
-class OverlappedUpload:
+class PinnedUpload:
     """Uploads the first lines of one buffer, again and again, while the device computes what was launched before.
 
     The caller writes `lines`, and then waits for work that was launched after the upload before it writes them again.

@@ -179,7 +179,7 @@ class ModelRunner:
 
     def _choose(self, plan: StepPlan, choose: "Choose") -> "Sampling":
         """Sample now, or when the masks come, which is before the next forward pass."""
-        return UnsampledTokens(choose, plan.num_tokens) if plan.masked else choose(None)
+        return PendingTokens(choose, plan.num_tokens) if plan.masked else choose(None)
 
     def _decode_rows(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
@@ -398,14 +398,14 @@ Choose = Callable[[Masks | None], SampledTokens]
 
 
 @dataclass(frozen=True, slots=True)
-class UnsampledTokens:
+class PendingTokens:
     """The tokens of a step that waits for masks."""
 
     choose: Choose
     num_tokens: int  # that the step computes
 
 
-Sampling = SampledTokens | UnsampledTokens
+Sampling = SampledTokens | PendingTokens
 
 
 @dataclass(slots=True)
@@ -420,12 +420,12 @@ class PendingStep:
 
     @torch.inference_mode()
     def sample(self, masks: Masks) -> None:
-        assert isinstance(self.sampled, UnsampledTokens), "a step without masked rows is sampled when it is launched"
+        assert isinstance(self.sampled, PendingTokens), "a step without masked rows is sampled when it is launched"
         with _lost_without_memory(self.sampled.num_tokens):
             self.sampled = self.sampled.choose(masks)
 
     def wait(self) -> StepResult:
-        assert not isinstance(self.sampled, UnsampledTokens), f"step {self.step} waits for its masks"
+        assert not isinstance(self.sampled, PendingTokens), f"step {self.step} waits for its masks"
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if self.candidates is not None:
             found = self.candidates.wait()

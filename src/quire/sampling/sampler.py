@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import PADDING, EndColumns, LogitShaping, RowKernels, Sampled, SamplingStage
-from quire.kernels.transfers import HostCopy, OverlappedUpload, upload
+from quire.kernels.transfers import HostCopy, PinnedUpload, upload
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
 from quire.sampling.logit_processors import (
     MASK_BITS,
@@ -162,8 +162,8 @@ class Sampler:
         self._masks.lines[:count, 1:] = masks.bits
         self._row_kernels.mask_logits(logits, self._masks.upload(count))
 
-    def _mask_lines(self, count: int) -> OverlappedUpload:
-        return OverlappedUpload((count, 1 + self._no_masks.shape[1]), torch.int32, self._no_masks.device)
+    def _mask_lines(self, count: int) -> PinnedUpload:
+        return PinnedUpload((count, 1 + self._no_masks.shape[1]), torch.int32, self._no_masks.device)
 
     def dry_run(self, logits: Tensor) -> None:  # [1, vocab] float32
         """Launch the kernels that captured sampling does not use, on padding."""

@@ -341,7 +341,7 @@ class CounterCheck:
             self.service_of_beams |= sequence.request.beam is not None
 
     def absorb(self) -> None:
-        """A step was absorbed: sequences that wait for their first plan were forked. Another step may be absorbed before
+        """A step was absorbed: sequences that wait for their first plan were forked. Another may be absorbed before
         that plan, or be lost in the same turn."""
         forked = [each for each in self._scheduler.forked_sequences() if each.id not in self._forked]
         self._forked |= {each.id for each in forked}
