@@ -303,6 +303,9 @@ def choose(runner: ModelRunner) -> None:
         asking = SamplingBatch(places, np.array(rows, dtype=np.int32), places)
         masks = Masks(np.array([3], dtype=np.int32), np.zeros((1, 32), dtype=np.int32)) if 3 in rows else None
         runner._sample(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
+        if masks is not None:
+            lines = torch.empty(4, SPEC.vocab_size, device=META)
+            runner._sampler.mask(lines, asking.host_rows, np.arange(len(rows)), masks)
 
 
 if __name__ == "__main__":
