@@ -14,7 +14,7 @@ from tests.attack.test_advisories import tree
 from tests.chaos.conftest import NUM_ROWS, Dose, Report
 from tests.server.many_clients import RawClient, RawResponse, fetch_all, request
 from tests.server.scripted_servers import CONTROL, check_control, completion_body, scripted
-from tests.server.server_process import Running, is_alive, wait_until, wait_until_at_rest
+from tests.server.server_process import START_PATIENCE_S, Running, is_alive, wait_until, wait_until_at_rest
 
 ENDLESS = request(completion_body("endless", stream=True))
 
@@ -49,7 +49,7 @@ def replaced(server: Running) -> float:
     """Seconds until another engine is ready and answers."""
     began_s = time.monotonic()
     with server.client() as client:
-        wait_until(lambda: client.get("/ready").status_code == 200)
+        wait_until(lambda: client.get("/ready").status_code == 200, START_PATIENCE_S)
         seconds = time.monotonic() - began_s
         check_control(client)
         wait_until_at_rest(client)
@@ -80,6 +80,7 @@ def test_repeated_kills(tmp_path: Path, default_model_path: Path, report: Report
             ready_s.append(replaced(server))
             front_kib.append(server.resident_bytes >> 10)
             files.append(server.num_files)
+            print(f"kill {len(files)}: outcome {outcomes_s[-1]:.2f} s, ready {ready_s[-1]:.1f} s, {front_kib[-1]} KiB")
     report(f"{count} kills of the engine, {pause_s:g} s apart: the slowest last outcome, s", round(max(outcomes_s), 2))
     report("  another engine after, s: the first, the slowest", [round(ready_s[0], 2), round(max(ready_s), 2)])
     report("  front's KiB and files after the first and the last", (front_kib[0], front_kib[-1], files[0], files[-1]))

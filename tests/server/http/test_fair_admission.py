@@ -1,6 +1,7 @@
 """Fair at the door: one key, or one address, that fills the server does not shut out another."""
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,8 +71,11 @@ def test_one_key_that_fills_the_server_does_not_shut_out_another(keyed: LocalSer
             wait_for(client, ROWS + WAITING + len(others))
             with sent(keyed, request(completion_body("hi"), headers=FLOOD)) as refused:
                 assert first_response(refused).startswith(b"HTTP/1.1 429 ")
-        assert {each.recv(len(OK)) for each in others} == {OK}
-        connections.close()
+        while others:  # one more than rows: the first that is answered makes room for the last
+            answered, _, _ = select.select(others, [], [], PATIENCE_S)
+            assert answered and answered[0].recv(len(OK)) == OK
+            answered[0].close()
+            others.remove(answered[0])
         wait_until_at_rest(client)
 
 
