@@ -438,6 +438,14 @@ def test_idle_connections_of_one_address_give_way_to_another(is_kept: bool) -> N
         wait_until(lambda: not networks)
 
 
+def test_a_body_in_very_many_chunks_is_refused() -> None:
+    """Each takes some microseconds of the event loop, however short it is."""
+    with running_server(limits=ConnectionLimits(body_pieces=100)) as server:
+        assert b'"length":100' in server.send(CHUNKED + b"1\r\n \r\n" * 100 + b"0\r\n\r\n")
+        assert status_of(server.send(CHUNKED + b"1\r\n \r\n" * 101 + b"0\r\n\r\n")) == 400
+        server.control()
+
+
 def test_an_address_that_takes_every_place_for_errors_too_gives_way_to_another() -> None:
     """Connections above the limit that send nothing would keep their places for the time of `linger_s`."""
     limits = ConnectionLimits(connections=2, turned_away=2, linger_s=1000, head_s=1000)

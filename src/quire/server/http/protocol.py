@@ -104,6 +104,7 @@ class ConnectionLimits:
     body_s: float = 30.0  # for a body; then received bytes extend the deadline, by at most as much again
     body_bytes_per_s: int = 64 << 10  # by this rate
     body_bytes: int = 16 << 20  # of one body
+    body_pieces: int = 1 << 16  # chunks, or reads of the socket; each takes some microseconds, however short
     all_bodies_bytes: int = 256 << 20  # of all requests that are not answered yet
     client_bodies_bytes: int = 192 << 20  # of those of one client: what is left is for the others
     client_incomplete_bodies: int = 2048  # half of the connections
@@ -154,6 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _num_framing_bytes = 0  # since the last byte of a body
     _num_body_bytes = 0
+    _num_body_pieces = 0
     _num_credited_bytes = 0  # of the body: those that have extended the deadline
     _num_discarded_bytes = 0
     _refusal: QuireError | None = None
@@ -296,7 +298,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             raise self._refused(MalformedHttp("The only Transfer-Encoding that is read is chunked."))
         super().on_headers_complete()
-        self._num_framing_bytes = self._num_body_bytes = self._num_credited_bytes = 0
+        self._num_framing_bytes = self._num_body_bytes = self._num_body_pieces = self._num_credited_bytes = 0
         self._enter(ConnectionPhase.BODY, self.limits.body_s, self._body_is_late)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -329,6 +331,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes = 0
         self._num_body_bytes += len(body)
+        self._num_body_pieces += 1
+        if self._num_body_pieces > self.limits.body_pieces:
+            raise self._refused(MalformedHttp(f"The body comes in more than {self.limits.body_pieces} chunks."))
         if self._pending is None:
             return  # it is refused
         if self._num_body_bytes > self.limits.body_bytes:
