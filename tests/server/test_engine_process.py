@@ -356,6 +356,9 @@ def test_an_engine_reports_the_progress_of_loading(request, model, fewest):
     loading = [message for message in failures if isinstance(message, LoadProgress)]
     assert isinstance(message, EngineInfo) and fewest <= len(loading) <= 100
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
+    while messages.get(timeout=60) is not None:
+        pass
+    assert child._socket.fileno() == -1, "each engine that is replaced would leave a file open until a collection"
 
 
 def test_the_front_process_loads_no_torch():

@@ -6,6 +6,7 @@ passed to `receive` on the reader thread; the last call is `end`.
 
 import contextlib
 import logging
+import mmap
 import os
 import queue
 import signal
@@ -81,7 +82,8 @@ class EngineProcess:
     def _read(self) -> None:
         decoder = FrameDecoder()
         # One buffer for all messages: `recv` allocates this size and cuts it to the message, which fragments the heap.
-        buffer = memoryview(bytearray(_READ_BYTES))
+        # Not of the heap either: after many engines it would have many holes of this size.
+        buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
         try:
             while num_bytes := self._socket.recv_into(buffer):
                 for frame in decoder.feed(buffer[:num_bytes]):
@@ -96,6 +98,7 @@ class EngineProcess:
             self.kill()
         self._outgoing.put(None)
         self._process.wait()
+        self._socket.close()
         self._end()
 
     def _write(self) -> None:
