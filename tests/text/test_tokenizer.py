@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -53,6 +54,40 @@ def test_the_default_model_knows_its_special_tokens(default_tokenizer: Tokenizer
     assert default_tokenizer.special_ids == set(range(17))
     assert default_tokenizer.encode("<|im_start|>user\n")[0] == 1
     assert default_tokenizer.named_tokens["eos_token"] == "<|im_end|>"
+
+
+class _Spied:
+    """A backend that notes what is encoded. Only batches: for a single text the library keeps all threads waiting."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.num_characters = 0
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Encoding]:
+        self.num_characters += sum(map(len, texts))
+        return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture
+def spied(default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> _Spied:
+    spied = _Spied(default_tokenizer._backend)
+    monkeypatch.setattr(default_tokenizer, "_backend", spied)
+    return spied
+
+
+def test_a_long_text_is_encoded_without_pythons_lock(default_tokenizer: Tokenizer, spied: _Spied) -> None:
+    assert default_tokenizer.encode("a\u0301" * 5000) and spied.num_characters == 10_000
+
+
+@pytest.mark.parametrize("word", ["a\u0301", "hello ", "<|im_start|>", "=", "🙂"])
+def test_a_text_that_is_far_too_long_is_not_encoded_as_a_whole(
+    default_tokenizer: Tokenizer, spied: _Spied, word: str
+) -> None:
+    long = word * 200_000
+    assert default_tokenizer.exceeds(long, 1000) and spied.num_characters < 300_000
+    fits = word * 1000
+    num_tokens = len(default_tokenizer.encode(fits))
+    assert not default_tokenizer.exceeds(fits, num_tokens) and default_tokenizer.exceeds(fits, num_tokens // 2 - 1)
 
 
 def test_a_batch_is_its_texts_one_by_one(default_tokenizer: Tokenizer) -> None:

@@ -3,11 +3,17 @@
 `ServedModel` describes the model: names, tokenizer, limits, defaults. Does not depend on the engine or HTTP.
 """
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
 from quire.core.ids import LONGEST_TOKEN
+from quire.core.process import trim_heap
 from quire.core.sampling import SamplingParams
 from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
@@ -16,12 +22,46 @@ from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
 from quire.server.async_engine import AsyncEngine, EngineRestarting
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.grammar_precompiler import GrammarPrecompiler
+from quire.server.grammar_precompiler import FairSlots, GrammarPrecompiler
+from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
 from quire.server.model_format import ModelFormat, find_model_format
 from quire.server.response_store import ResponseStore
 from quire.text.tokenizer import Tokenizer
+
+_LONG_BYTES = 1 << 16  # of a body: its text takes some 50 ms
+_LONG_AT_ONCE = 2
+_TYPICAL_TOKEN = 4  # characters
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TextThreads:
+    """Threads for templates and tokenization. Long texts of one client wait for each other, and clients take turns:
+    they never take all threads, so short texts find one."""
+
+    def __init__(self) -> None:
+        self._slots = FairSlots(_LONG_AT_ONCE)
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of work on the text of the current request."""
+        context = CURRENT_CONTEXT.get()
+        if context is None or context.num_body_bytes <= _LONG_BYTES:
+            return await run_in_threadpool(work, *args, **kwargs)
+        client = context.client
+        await self._slots.acquire(client)
+
+        def trimmed() -> T:
+            try:
+                return work(*args, **kwargs)
+            finally:
+                trim_heap()
+
+        running = asyncio.ensure_future(run_in_threadpool(trimmed))
+        running.add_done_callback(lambda _: self._slots.release(client))  # not before: the client may leave
+        return await asyncio.shield(running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +78,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     model_format: ModelFormat = ModelFormat()  # noqa: RUF009  frozen; of tool calls and reasoning
     constrainer: GrammarPrecompiler | None = None  # refuses grammars that do not compile
+    text_threads: TextThreads = field(default_factory=TextThreads, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,6 +100,17 @@ class ServedModel:
         """The text, if it can fit the context. One that cannot, even with the longest tokens, is not tokenized."""
         self.check_length(-(-len(text) // LONGEST_TOKEN), param)
         return text
+
+    def prompt_ids(
+        self, text: str, param: str = "messages", *, add_special_tokens: bool = True, truncated: bool = False
+    ) -> list[int]:
+        """The ids of a prompt. A text that clearly has more tokens than the context, and will not be truncated, is
+        refused before it is tokenized as a whole. Slow: call it on a thread."""
+        tokenizer, text = self.text(), self.checked_text(text, param)
+        is_long = len(text) > _TYPICAL_TOKEN * self.max_model_len
+        if is_long and not truncated and tokenizer.exceeds(text, self.max_model_len):
+            self.check_length(2 * self.max_model_len, param)
+        return tokenizer.encode(text, add_special_tokens)
 
     def check_length(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
         """Reject a prompt of (at least) `num_tokens` that exceeds the context. A message has at least one token."""

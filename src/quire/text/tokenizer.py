@@ -1,6 +1,6 @@
 """Text to token ids and back, over the `tokenizers` library. Does not depend on file formats or sequences.
 
-Thread-safe: immutable after construction, except for an idempotent cache.
+Thread-safe: immutable after construction, except for idempotent caches of single tokens.
 """
 
 import json
@@ -13,6 +13,7 @@ from quire.text.gguf_tokenizer import vocabulary_from_gguf
 from quire.text.hf_tokenizer import TokenizerFiles, vocabulary_from_folder
 
 _MAX_IDS = 2**32  # the library's ids are unsigned 32-bit
+_PART_CHARACTERS = 16_384  # encoded at once of a text that may be too long
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -22,6 +23,7 @@ class Tokenizer:
     __slots__ = (
         "_backend",
         "_piece_bytes",
+        "_spellings",
         "bos_id",
         "byte_level",
         "chat_template",
@@ -35,6 +37,7 @@ class Tokenizer:
     def __init__(self, vocabulary: TokenizerFiles) -> None:
         self._backend = vocabulary.backend
         self._piece_bytes: dict[int, bytes] = {}
+        self._spellings: dict[int, str] = {}
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.end_ids = vocabulary.end_ids
@@ -59,12 +62,24 @@ class Tokenizer:
         Text from a chat template already has its special tokens: encode it with `add_special_tokens=False`.
         """
         check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: for a single text the library holds Python's lock, and all other threads wait.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def exceeds(self, text: str, num_tokens: int) -> bool:
+        """Whether a text clearly has more tokens than this: its first parts, encoded one by one, have more than twice
+        as many. The rest costs neither time nor memory."""
+        count = 0
+        for start in range(0, len(text), _PART_CHARACTERS):
+            if count > 2 * num_tokens:
+                return True
+            count += len(self.encode(text[start : start + _PART_CHARACTERS], add_special_tokens=False))
+        return count > 2 * num_tokens
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
             check_text(text)
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, rendered: str) -> list[int]:
@@ -77,10 +92,14 @@ class Tokenizer:
 
     def spell(self, token_id: int) -> str:
         """The text of one token inside a sequence: with the leading space that decoding strips from the first."""
-        alone = self.decode([token_id], skip_special_tokens=False)
-        if self.byte_level:
-            return alone
-        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+        known = self._spellings.get(token_id)
+        if known is None:
+            known = self.decode([token_id], skip_special_tokens=False)
+            if not self.byte_level:
+                known = self.decode([token_id, token_id], skip_special_tokens=False)[len(known) :]
+            if token_id < self.vocab_size:  # unknown ids would fill it
+                self._spellings[token_id] = known
+        return known
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, Struct
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -290,7 +289,7 @@ async def count_tokens(state: ServerState, request: Request) -> Response:
     model = state.model
     model.check_model(body.model)
     model.check_length(len(body.messages))
-    return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, model)})
+    return json_response({"input_tokens": await model.text_threads.run(_num_tokens, body, model)})
 
 
 async def _events(chat: ChatStream, response: MessagesResponse) -> Events:

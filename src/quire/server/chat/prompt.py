@@ -229,7 +229,7 @@ def drop_oldest_turns(prompt: ChatPrompt, model: ServedModel, max_tokens: int | 
 
     def fits(start: int) -> bool:
         try:
-            ids = model.text().encode_chat(from_turn(start).render(model))
+            ids = model.prompt_ids(from_turn(start).render(model), add_special_tokens=False)
         except ContextLengthExceeded:
             return False
         return len(ids) + num_output <= model.max_model_len

@@ -100,9 +100,11 @@ async def start_chat(
     def render() -> tuple[str, list[int], GenerationRequest, OutputGrammar]:
         text = prompt.render(model)
         answer = replace(generation, grammar=None) if prompt.forces_call else relax_grammar(generation)
-        return text, model.text().encode_chat(text), answer, prompt.grammar(model, answer.grammar, text)
+        grammar = prompt.grammar(model, answer.grammar, text)  # first: its errors name the tool that is too large
+        ids = model.prompt_ids(text, add_special_tokens=False, truncated=truncate is not None)
+        return text, ids, answer, grammar
 
-    text, ids, answer, output = await run_in_threadpool(render)
+    text, ids, answer, output = await model.text_threads.run(render)
     generation = await apply_grammar(answer, output.grammar, model, output.not_enforced)
     if model.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
         generation = replace(generation, params=replace(generation.params, skip_special_tokens=False))

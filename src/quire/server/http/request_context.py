@@ -45,6 +45,7 @@ class RequestContext:
     refusal: Exception | None = None  # of the checks; the application replies with it
     place: AdmittedPlace | None = None  # of a request that generates
     identity: Identity = UNAUTHENTICATED
+    num_body_bytes: int = 0  # with what is stored of the conversation that it continues
     client: str = ""  # what it counts for where clients take turns: its key, or without keys its network
     num_prompt_tokens: int | None = None  # None before a prompt is submitted to the engine
     num_completion_tokens: int | None = None

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the endpoint, the JSON body, and the stream chunks."""
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,7 +45,10 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
         if generation.stream:
             return await stream(request, _events(chat, response, generation), chat.close, state.keep_alive_s)
         result = await until_disconnect(request, chat.result(), chat.close)
-    return json_response(response.whole(result, await chat.num_reasoning_tokens()))
+    num_reasoning = await chat.num_reasoning_tokens()
+    if generation.params.prompt_logprobs is None:
+        return json_response(response.whole(result, num_reasoning))
+    return await run_in_threadpool(lambda: json_response(response.whole(result, num_reasoning)))  # as completions do
 
 
 async def _events(chat: ChatStream, response: "ChatResponse", generation: GenerationRequest) -> Events:

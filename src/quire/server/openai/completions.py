@@ -52,7 +52,7 @@ async def completions(state: ServerState, request: Request) -> Response:
     with rename_error_params(_PARAM_NAMES):
         generation = completion_generation(body, model)
         generation = await constrain(generation, model)
-        prompts = await run_in_threadpool(_prompts, body, generation, model)
+        prompts = await model.text_threads.run(_prompts, body, generation, model)
         token_text = TokenText(model.tokenizer, as_ids=generation.tokens_as_ids)
         response = CompletionResponse(ChunkHeader(model.name, "cmpl"), prompts, generation, token_text)
         at_once = generation.stream and generation.params.prompt_logprobs is not None
@@ -62,7 +62,9 @@ async def completions(state: ServerState, request: Request) -> Response:
             events = _events(group, response, generation, len(prompts), at_once)
             return await stream(request, events, group.close, state.keep_alive_s)
         outputs = await until_disconnect(request, group.outputs(), group.close)
-    return json_response(response.whole(outputs))
+    if generation.params.prompt_logprobs is None:
+        return json_response(response.whole(outputs))
+    return await run_in_threadpool(lambda: json_response(response.whole(outputs)))  # up to 20 of each prompt token
 
 
 def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedModel) -> list[CompletionPrompt]:
@@ -71,7 +73,8 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedM
     for prompt in prompt_list(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str):
-            whole = model.text().encode(model.checked_text(prompt, "prompt"), special)
+            truncated = body.truncate_prompt_tokens is not None
+            whole = model.prompt_ids(prompt, "prompt", add_special_tokens=special, truncated=truncated)
         else:
             whole = model.checked_ids(prompt)
         ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)

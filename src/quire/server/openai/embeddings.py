@@ -39,7 +39,7 @@ async def embeddings(state: ServerState, request: Request) -> Response:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
     options = _options(body)
     with rename_error_params(_PARAM_NAMES):
-        inputs = await run_in_threadpool(_inputs, body, options, model)
+        inputs = await model.text_threads.run(_inputs, body, options, model)
         vectors = await until_disconnect(request, _embed(state.engine, inputs, options, body.dimensions))
     num_tokens = sum(map(len, inputs))
     data = await run_in_threadpool(_data, vectors, encoding)
@@ -72,7 +72,8 @@ def _inputs(body: EmbeddingBody, options: RequestOptions, model: ServedModel) ->
     for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
         if isinstance(text, str):
-            whole = model.text().encode(model.checked_text(text, "input"), special)
+            truncated = body.truncate_prompt_tokens is not None
+            whole = model.prompt_ids(text, "input", add_special_tokens=special, truncated=truncated)
         else:
             whole = model.checked_ids(text, "input")
         if not whole:

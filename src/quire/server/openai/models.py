@@ -1,7 +1,6 @@
 """GET /v1/models and /version; tokenization without generation: /tokenize, /detokenize, /tokenizer_info,
 /apply-template."""
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -46,13 +45,13 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     body = await read(request, TokenizeBody)
     model = state.model
     model.check_model(body.model)
-    return json_response(await run_in_threadpool(_tokens, body, model))
+    return json_response(await model.text_threads.run(_tokens, body, model))
 
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     body = await read(request, DetokenizeBody)
     state.model.check_model(body.model)
-    return json_response({"prompt": await run_in_threadpool(_text, body, state.model)})
+    return json_response({"prompt": await state.model.text_threads.run(_text, body, state.model)})
 
 
 async def tokenizer_info(state: ServerState, request: Request) -> Response:
@@ -75,7 +74,7 @@ async def tokenizer_info(state: ServerState, request: Request) -> Response:
 async def apply_template(state: ServerState, request: Request) -> Response:
     body = await read(request, ApplyTemplateBody)
     state.model.check_model(body.model)
-    text = await run_in_threadpool(_chat_prompt(body, body.messages).render, state.model)
+    text = await state.model.text_threads.run(_chat_prompt(body, body.messages).render, state.model)
     return json_response({"prompt": text})
 
 

@@ -89,7 +89,7 @@ async def input_tokens(state: ServerState, request: Request) -> Response:
     model.check_model(body.model)
     with rename_error_params(PARAM_NAMES):
         _, prompt, _ = await _input(state, request, body)
-        ids = await run_in_threadpool(lambda: model.text().encode_chat(prompt.render(model)))
+        ids = await model.text_threads.run(lambda: model.text().encode_chat(prompt.render(model)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -180,13 +180,15 @@ async def _input(state: ServerState, request: Request, body: ResponsesBody) -> R
         chat_body = as_chat(body, earlier, find)
         return chat_body, () if body.store is False else earlier + stored_items(body, find)
 
-    if sum(len(item.json) for item in earlier) > _SHORT_BYTES:
+    num_stored = sum(len(item.json) for item in earlier)
+    context_of(request.scope).num_body_bytes += num_stored
+    if num_stored > _SHORT_BYTES:
         chat_body, items = await run_in_threadpool(convert)
     else:
         chat_body, items = await run_inline_if_short(request, convert)
     generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
     if body.truncation == "auto":
-        prompt = await run_in_threadpool(drop_oldest_turns, prompt, model, generation.params.max_tokens)
+        prompt = await model.text_threads.run(drop_oldest_turns, prompt, model, generation.params.max_tokens)
     return ResponsesInput(generation, prompt, items)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from starlette.requests import Request
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError, shown
+from quire.server.http.request_context import context_of, has_context
 from quire.server.http.sse import run_inline_if_short
 from quire.server.request.schema import Legacy, StructuredOutputs, refuse_legacy
 
@@ -65,7 +66,10 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request."""
-    return await run_inline_if_short(request, decode, await request.body(), kind)  # the middleware bounds its length
+    body = await request.body()  # the middleware bounds its length
+    if has_context(request.scope):
+        context_of(request.scope).num_body_bytes = len(body)
+    return await run_inline_if_short(request, decode, body, kind)
 
 
 def _misfit(words: str, body: bytes) -> QuireError:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -295,13 +294,14 @@ async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> 
     completion = as_completion(body, stream=streaming)
     generation = completion_generation(completion, model)
     generation = await constrain(generation, model)
-    ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, model)
+    ids = await model.text_threads.run(_ids, body, completion.truncate_prompt_tokens, generation, model)
     response = TgiResponse(body.inputs, ids, body.parameters or TgiParameters(), model.text())
     return submit(state.engine, ids, generation, streaming=streaming), response
 
 
 def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, model: ServedModel) -> list[int]:
-    return truncate_prompt(model.text().encode(model.checked_text(body.inputs, "inputs")), truncate, generation, model)
+    whole = model.prompt_ids(body.inputs, "inputs", truncated=truncate is not None)
+    return truncate_prompt(whole, truncate, generation, model)
 
 
 async def _events(tokens: RequestStream, response: TgiResponse) -> Events:

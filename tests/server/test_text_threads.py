@@ -1,0 +1,59 @@
+"""Threads for long texts: those of one client wait for each other, and leave threads for all other requests."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+
+from quire.server.context import TextThreads
+from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
+
+LONG, SHORT = 1 << 20, 100
+
+
+def test_long_texts_of_one_client_wait_for_each_other_and_others_do_not() -> None:
+    running: list[str] = []
+    ends = threading.Event()
+
+    def work(name: str) -> str:
+        running.append(name)
+        assert ends.wait(60)
+        return name
+
+    async def request(threads: TextThreads, client: str, num_body_bytes: int, number: int) -> str:
+        CURRENT_CONTEXT.set(RequestContext("", 0.0, client=client, num_body_bytes=num_body_bytes))
+        return await threads.run(work, f"{client} {number}")
+
+    async def crowd() -> list[str]:
+        threads = TextThreads()
+        made: list[Awaitable[str]] = [
+            asyncio.create_task(request(threads, "hostile", LONG, number)) for number in range(50)
+        ]
+        while "hostile 0" not in running:
+            await asyncio.sleep(0.001)
+        made += [asyncio.create_task(request(threads, "other", size, size)) for size in (LONG, SHORT)]
+        while not {f"other {LONG}", f"other {SHORT}"} <= set(running):
+            await asyncio.sleep(0.001)
+        assert sorted(running) == sorted(["hostile 0", f"other {LONG}", f"other {SHORT}"])
+        ends.set()
+        return list(await asyncio.gather(*made))
+
+    assert len(set(asyncio.run(crowd()))) == 52
+
+
+def test_a_client_that_leaves_gives_its_turn_to_the_next() -> None:
+    ends = threading.Event()
+
+    async def crowd() -> str:
+        threads = TextThreads()
+        CURRENT_CONTEXT.set(RequestContext("", 0.0, client="a", num_body_bytes=LONG))
+        first = asyncio.create_task(threads.run(ends.wait, 60))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(threads.run(str, "second"))
+        third = asyncio.create_task(threads.run(str, "third"))
+        await asyncio.sleep(0)
+        first.cancel()
+        second.cancel()
+        ends.set()
+        return await third
+
+    assert asyncio.run(crowd()) == "third"
