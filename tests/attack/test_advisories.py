@@ -30,6 +30,7 @@ from tests.architecture.test_trust import offenders
 from tests.architecture.tree import dotted, imported_names
 from tests.attack.advisories import USER, Case, completion, corpus, http
 from tests.attack.conftest import INNOCENT
+from tests.attack.more_requests import more_requests
 from tests.chaos.conftest import Report
 from tests.output_parsing.parsing import parse
 from tests.server.many_clients import RawResponse, fetch, fetch_all
@@ -119,7 +120,7 @@ def random_names(numbers: Iterable[int]) -> list[bytes]:
 def test_requests_of_the_corpus(logged: tuple[Running, Path], tmp_path: Path, report: Report) -> None:
     server, log = logged
     canary, listener = tmp_path / "canary", Listener()
-    cases = corpus(str(canary), listener.port)
+    cases = [*corpus(str(canary), listener.port), *more_requests()]
     engine = server.engine_pid
 
     async def attack(client: object) -> list[str]:

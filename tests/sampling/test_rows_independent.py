@@ -1,6 +1,8 @@
 """A row's token is its own affair: not of its neighbours, its row number, their failures or a preemption."""
 
 import math
+import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from quire.sampling.sampler import Sampler
 from tests.sampling.reference import CPU, Case, batch_of, row_start, sampler_of
 from tests.sampling.strategies import VOCAB, cases, logits_of
 from tests.tiers import examples
+
+WIDE = 1_000  # tokens
 
 
 @settings(max_examples=examples(20, 60))
@@ -69,6 +73,51 @@ def test_a_broken_row_fails_alone(data: st.DataObject) -> None:
     assert sampled.finite.tolist() == others.tolist()
     assert torch.equal(sampled.tokens[others], healthy[others])
     assert 0 <= int(sampled.tokens[broken]) < VOCAB
+
+
+def random_row(chance: random.Random) -> Case:
+    tokens = tuple(chance.choices(range(WIDE), k=chance.randrange(1, 9)))
+    sampling = RowSampling(
+        temperature=chance.choice((0.0, 0.7, 1.0, 1.9)),
+        top_k=chance.choice((0, 1, 20)),
+        top_p=chance.choice((1.0, 0.53, 0.95)),
+        min_p=chance.choice((0.0, 0.05)),
+        repetition_penalty=chance.choice((1.0, 0.8, 1.3)),
+        presence_penalty=chance.choice((0.0, 1.25, -0.5)),
+        seed=chance.getrandbits(63),
+        logit_bias=chance.choice(((), ((3, -100.0), (5, 2.0)))),
+        allowed_ids=chance.choice((None, None, tuple(range(0, WIDE, 3)))),
+    )
+    return Case(sampling, tokens, 1, chance.randrange(4))
+
+
+def spoil(chance: random.Random, row: torch.Tensor) -> None:
+    """Numbers that a broken model gives, in place."""
+    kind = chance.randrange(4)
+    if kind == 3:
+        row[:] = -math.inf
+    else:
+        places = chance.sample(range(len(row)), chance.choice((1, 7, len(row))))
+        row[places] = (math.nan, math.inf, -math.nan)[kind]
+
+
+def test_hostile_rows_in_random_batches(dose: Callable[[int], int]) -> None:
+    """Their neighbours' tokens and log-probabilities are the same bits as without them: 10,000 batches by `--dose`."""
+    chance, generator = random.Random(10), torch.Generator().manual_seed(10)
+    for _ in range(dose(100)):
+        assigned = [random_row(chance) for _ in range(chance.randrange(2, 9))]
+        logits = torch.randn(len(assigned), WIDE, generator=generator) * chance.choice((1.0, 8.0, 60.0))
+        sampler, batch = sampler_of(assigned, WIDE)
+        healthy, weights = sampler.sample(logits, batch).tokens, sampler.weights(logits, batch)
+        hostile = set(chance.sample(range(len(assigned)), chance.randrange(1, len(assigned))))
+        spoiled = logits.clone()
+        for row in hostile:
+            spoil(chance, spoiled[row])
+        sampled = sampler.sample(spoiled, batch)
+        others = [row for row in range(len(assigned)) if row not in hostile]
+        assert sampled.finite.tolist() == [row not in hostile for row in range(len(assigned))]
+        assert torch.equal(sampled.tokens[others], healthy[others])
+        assert torch.equal(sampler.weights(spoiled, batch)[others], weights[others])
 
 
 def test_a_row_with_nothing_left_to_choose_is_not_finite() -> None:
