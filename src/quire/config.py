@@ -177,6 +177,11 @@ class EngineConfig:
         "--itl-target", 0, 10**6,
         "Inter-token latency target in milliseconds: limits the prefill per step.", metavar="MS",
     )  # fmt: skip
+    ttft_target_ms: float | None = _number(
+        "--ttft-target", 0, 10**6,
+        "Time-to-first-token target in milliseconds, of waiting prompts: a longer queue makes longer steps.",
+        metavar="MS",
+    )  # fmt: skip
     max_waiting: int | None = _integer(
         "--max-waiting", None, 1, 2**31 - 1,
         "Most requests in the waiting queue; more are rejected. Default: no limit, 1024 in quire serve.",
@@ -230,6 +235,7 @@ class SettingsDict(TypedDict, total=False):
     host_kv_memory: int | str
     overcommit: str
     itl_target_ms: float | None
+    ttft_target_ms: float | None
     max_waiting: int | None
     regime: str | None
     seed: int

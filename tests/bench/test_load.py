@@ -124,7 +124,8 @@ def test_capacity_of_the_simulated_server(quire: Shell) -> None:
     report = json.loads(quire(*asked, "--tolerance", "0.5", "--level", "2000/100", "--json").out)
     [found] = report["levels"]
     assert found["bracketed"] and found["capacity_per_s"] > 0
-    assert all((probe["met_share"] >= 0.99) == (probe["scale"] <= found["scale"]) for probe in found["probes"])
+    held = [probe["scale"] for probe in found["probes"] if probe["met_share"] >= 0.99]
+    assert found["scale"] == pytest.approx(max(held), abs=1e-4) and len(held) < len(found["probes"])
     table = quire(*asked, "--tolerance", "1", "--level", "1/1")
     assert table.status == 0 and "none of the tried rates" in table.out
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
+from quire.bench.simulated import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
 from quire.sched.policy import PREFIX
 from quire.workload.traces import poisson, sample
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire.bench.service_levels import LoadSummary, Percentiles, summarize
-from quire.bench.step_sizing import H200, H200_MACHINE, simulate, sizings
-from quire.sched.batching import MAX_STRETCH, PER_DECODE
+from quire.bench.simulated import H200, H200_MACHINE, simulate, sizings
 from quire.sched.cost_model import StepShape
+from quire.sched.pacing import MAX_STRETCH, PER_DECODE
 from quire.workload.traces import poisson, sample
 from tests.cli.commands import Shell
 
@@ -38,18 +38,18 @@ def test_the_simulated_gpu_takes_the_measured_times(shape: StepShape, measured_m
     assert 1000 * H200().predict_s(shape) == pytest.approx(measured_ms, rel=0.05)
 
 
-def test_a_target_is_kept_and_the_default_one_stretches_with_a_queue(results: dict[str, LoadSummary]) -> None:
+def test_a_target_is_kept_and_the_default_one_grows_with_load_and_queue(results: dict[str, LoadSummary]) -> None:
     target_ms = 1000 * max(sizing.target_s or 0.0 for sizing in sizings())
     worst = {name: known(outcome.itl_ms).max for name, outcome in results.items()}
     decode_ms = max(target_ms / PER_DECODE, H200().predict_s(StepShape(80, 80 * 3000)) * 1000)  # all requests at once
     assert worst["kept"] < MORE * target_ms < worst["usual"]
-    assert worst["usual"] < MORE * MAX_STRETCH * PER_DECODE * decode_ms < worst["none"]
+    assert worst["usual"] < MORE * MAX_STRETCH * PER_DECODE * decode_ms and worst["usual"] < worst["none"]
 
 
-def test_first_tokens_come_later_with_a_target(results: dict[str, LoadSummary]) -> None:
+def test_first_tokens_come_later_with_a_target_that_is_kept(results: dict[str, LoadSummary]) -> None:
     late = {name: known(outcome.ttft_ms).p99 for name, outcome in results.items()}
-    assert late["none"] < late["usual"] < late["kept"]
-    assert late["usual"] < 3 * late["none"]
+    assert late["usual"] < late["kept"]
+    assert late["usual"] < 1.3 * late["none"]
 
 
 def test_the_throughput_is_nearly_the_same(results: dict[str, LoadSummary]) -> None:

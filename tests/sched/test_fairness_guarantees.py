@@ -5,8 +5,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 import pytest
 
-from quire.bench.regimes import SimulatedMachine, arrivals
-from quire.bench.regimes import run as run_regime
+from quire.bench.simulated import SimulatedMachine, arrivals
+from quire.bench.simulated import run as run_regime
 from quire.core.ids import RequestId, SequenceId
 from quire.core.request import Request, RequestGroup
 from quire.core.sampling import RowSampling

@@ -9,6 +9,7 @@ from quire.core.ids import RequestId
 from quire.core.request import SequenceState
 from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.cost_model import Constants, CostTable, StepShape
+from quire.sched.pacing import StepBound
 from quire.sched.policy import CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
@@ -170,43 +171,35 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
 
 
 def test_a_cut_chunk_has_a_captured_size_and_grows_while_prompts_queue() -> None:
-    """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
-    cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
+    """A token takes a millisecond. As above, but that 16 take no less than 19, and steps grow while prompts wait."""
+    cost = CostTable(Constants(0.0, 0.0, 1e-3, 0.0, 0.0))
     captured_sizes = (CapturedSizes(1, (16, 24, 32, 48)), CapturedSizes(4, (12, 20)))
-    policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=20.0, itl_stretch=2.0, captured_sizes=captured_sizes)
+    policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=0.02, ttft_target_s=0.01, captured_sizes=captured_sizes)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
-    bench.add([1] * 40, 30)
+    bench.add([1] * 10, 30)
     bench.turn()
     late = bench.add([2] * 50, 2)
     bench.turn()
     assert [chunk.length for chunk in bench.chunks_of(late)] == [16], "no other prompt waits"
     bench.add([3] * 50, 2)
     bench.run()
-    assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 32, 2], "40 s, because another prompt waits"
-    hasty = CostTable(
-        Constants(0.0, 0.0, 1e-4, 0.0, 0.0)
-    )  # 16 tokens in 1.6 ms: 1,500 take 0.15 s, ten next to nothing
-    quick = Bench(blocks=500, rows=4, budget=64, policy=replace(policy, itl_target_s=2e-3), cost=hasty)
-    quick.add([1] * 40, 30)
-    quick.turn()
-    long = quick.add([2] * 1500, 2)
-    quick.turn()
-    short = quick.add([3] * 10, 2)
-    quick.turn()
-    assert sum(chunk.length for chunk in (*quick.chunks_of(long), *quick.chunks_of(short))) == 32, "ten tokens wait"
-    strict = Bench(blocks=100, rows=3, budget=64, policy=replace(policy, itl_stretch=1.0), cost=cost)
-    strict.add([1] * 40, 30)
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 24, 10], "another prompt waits"
+    strict = Bench(blocks=100, rows=3, budget=64, policy=replace(policy, ttft_target_s=None), cost=cost)
+    strict.add([1] * 10, 30)
     strict.turn()
     late = strict.add([2] * 50, 2)
+    strict.add([3] * 50, 2)
     strict.run()
     assert [chunk.length for chunk in strict.chunks_of(late)] == [16, 16, 16, 2]
-    crowd = Bench(blocks=100, rows=6, budget=64, policy=replace(policy, itl_target_s=25.0, itl_stretch=1.0), cost=cost)
+    crowd = Bench(blocks=100, rows=6, budget=64, policy=replace(policy, itl_target_s=0.025), cost=cost)
     for start in (1, 5):
-        crowd.add([start] * 30, 30)
+        crowd.add([start] * 10, 30)
     crowd.turn()
     late = crowd.add([2] * 50, 2)
     crowd.run()
     assert [chunk.length for chunk in crowd.chunks_of(late)] == [20, 20, 10], "two decode: steps have other sizes"
+    paced = crowd.scheduler.counters.paced_steps
+    assert paced[StepBound.ITL] == 2, paced
 
 
 def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:

@@ -44,7 +44,7 @@ from quire.bench.service_levels import (
     summarize,
 )
 from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
-from quire.bench.step_sizing import H200_MACHINE, HTTP_OVERHEAD, simulate, sizings
+from quire.bench.simulated import H200_MACHINE, HTTP_OVERHEAD, simulate, sizings
 from quire.bench.workload import RaceWorkload, find_race_workload
 from quire.catalog.locate import Located, locate
 from quire.catalog.names import HubName

@@ -13,10 +13,19 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
 from quire.bench.scheduler import TURNOVERS, Curve, PlanningCost, Point, bars, measure, svg
 from quire.bench.service_levels import LoadSummary, Percentiles, summarize
-from quire.bench.step_sizing import H200_MACHINE, StepSizing, simulate, sizings
+from quire.bench.simulated import (
+    H200_MACHINE,
+    RegimeResult,
+    SimulatedMachine,
+    StepSizing,
+    arrivals,
+    compare_overcommits,
+    compare_regimes,
+    simulate,
+    sizings,
+)
 from quire.cli.console import err, out
 from quire.core.errors import ConfigError
 from quire.sched.policy import PREFIX

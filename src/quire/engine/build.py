@@ -38,8 +38,9 @@ from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner, time_steps, warm_up
-from quire.sched.batching import MAX_STEP_S, usual_target_s
+from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable
+from quire.sched.pacing import usual_itl_s
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 from quire.weights.allocate import UnfilledWeights, dummy_weights, num_parameters
@@ -273,14 +274,15 @@ def _scheduler(
     machine: MachineInfo,
     serving: bool,
 ) -> Scheduler:
-    """With CUDA graphs the scheduler gets the captured sizes; a server also gets an ITL target. On a CPU, a server has
-    limited step times."""
+    """A server has latency targets where steps were timed, and on a CPU limited step times. With CUDA graphs the
+    scheduler gets the captured sizes."""
+    itl_s = usual_itl_s(step_times.decode_s) if serving and step_times is not None else None
     if machine.device == "cpu":
-        return make_scheduler(config, resolved, costs, max_step_s=MAX_STEP_S if serving else None)
+        return make_scheduler(config, resolved, costs, itl_s, max_step_s=MAX_STEP_S if serving else None)
     if step_times is None:
         return make_scheduler(config, resolved, costs)
     sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return make_scheduler(config, resolved, costs, usual_target_s(step_times.decode_s) if serving else None, sizes)
+    return make_scheduler(config, resolved, costs, itl_s, sizes)
 
 
 def _engine(

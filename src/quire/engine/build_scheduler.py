@@ -17,8 +17,8 @@ from quire.engine.request_validator import RequestValidator
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kv.manager import KVManager, count_blocks
 from quire.runner.graph_shapes import prompt_sizes, rows_beside
-from quire.sched.batching import MAX_STRETCH, PER_DECODE
 from quire.sched.cost_model import Constants, CostTable, roofline
+from quire.sched.pacing import PER_DECODE, TTFT_PER_ITL
 from quire.sched.policy import REGIMES, CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
@@ -124,14 +124,16 @@ def make_scheduler(
     captured_sizes: tuple[CapturedSizes, ...] = (),
     max_step_s: float | None = None,
 ) -> Scheduler:
-    """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
+    """`usual_itl_s`: the ITL target of a server, where the settings name none."""
     regime = REGIMES[resolved.regime]
     said_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    itl_s = usual_itl_s if said_s is None else said_s
+    ttft_s = None if itl_s is None else TTFT_PER_ITL * itl_s
     policy = Policy(
         regime=regime,
         overcommit=Overcommit(config.overcommit),
-        itl_target_s=usual_itl_s if said_s is None else said_s,
-        itl_stretch=MAX_STRETCH if said_s is None else 1.0,
+        itl_target_s=itl_s,
+        ttft_target_s=ttft_s if config.ttft_target_ms is None else config.ttft_target_ms / 1000,
         itl_per_decode=PER_DECODE if said_s is None else 0.0,
         max_step_s=max_step_s,
         captured_sizes=captured_sizes,

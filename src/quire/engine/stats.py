@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from quire.engine.engine import Engine
+from quire.sched.pacing import StepBound
 
 _GIB = 1 << 30
 
@@ -125,6 +126,13 @@ class EngineStats:
     forks: int
     moved_blocks: int
     lost_steps: int
+    steps_itl: int  # steps whose prompt tokens this bound limited
+    steps_load: int
+    steps_backlog: int
+    steps_long_prompt: int
+    steps_saturated: int
+    steps_efficient: int
+    steps_max_step: int
     waiting_for: str | None  # why the queue head is not admitted
 
 
@@ -132,6 +140,7 @@ def stats_of(engine: Engine) -> EngineStats:
     scheduler = engine.scheduler
     kv, pool = scheduler.kv, scheduler.kv.pool
     counters, cause = scheduler.counters, scheduler.wait_cause
+    paced = counters.paced_steps
     return EngineStats(
         step=scheduler.last_absorbed,
         num_running=scheduler.num_running,
@@ -152,5 +161,12 @@ def stats_of(engine: Engine) -> EngineStats:
         forks=counters.forks,
         moved_blocks=counters.moved_blocks,
         lost_steps=counters.lost_steps,
+        steps_itl=paced.get(StepBound.ITL, 0),
+        steps_load=paced.get(StepBound.LOAD, 0),
+        steps_backlog=paced.get(StepBound.BACKLOG, 0),
+        steps_long_prompt=paced.get(StepBound.LONG_PROMPT, 0),
+        steps_saturated=paced.get(StepBound.SATURATED, 0),
+        steps_efficient=paced.get(StepBound.EFFICIENT, 0),
+        steps_max_step=paced.get(StepBound.MAX_STEP, 0),
         waiting_for=None if cause is None else cause.value,
     )

@@ -245,6 +245,7 @@ class Admission:
         group.num_cached = min(num_cached, num_prompt)
         counters.prompt_tokens += num_prompt
         counters.cached_tokens += group.num_cached
+        self._state.load.admit(num_prompt, group.num_cached)
         tree = self._state.kv.tree
         if tree is not None and num_cached < num_prompt - 1:
             num_whole = num_cached // self._state.kv.block_size * self._state.kv.block_size

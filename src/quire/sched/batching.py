@@ -4,76 +4,26 @@ Decoding rows come first, then known tokens in chunks (chunked prefill). Chunk s
 step with decoding rows keeps the inter-token latency target.
 """
 
-from itertools import takewhile
-from math import sqrt
-
 import numpy as np
 
 from quire.core.ids import IndexArray, Row
 from quire.core.request import Sequence, SequenceState
 from quire.sched.cost_model import CostTable, StepShape
+from quire.sched.pacing import (
+    MANY_STRETCH,
+    MAX_STRETCH,
+    MIN_PREFILL_TOKENS,
+    Demand,
+    Targets,
+    choose_pace,
+    largest_next_chunk,
+)
 from quire.sched.plan_builder import PlanBuilder, output_of
 from quire.sched.preemption import Preemption
 from quire.sched.state import SchedulerState
 
-MIN_PREFILL_TOKENS = 16  # per step with prompts, at any cost, so that prompts never starve: one block
 MAX_STEP_S = 0.5  # default of `Policy.max_step_s` on a CPU, where a step of the whole token budget may take a minute
 _PER_SMALLEST = 2  # or this factor times the step with the smallest chunk: most of a long step is not for its tokens
-PATIENCE_S = 0.04  # queue delay of prompts beyond which the target grows
-
-# The default inter-token latency target.
-MAX_STRETCH = 2.5  # largest factor while prompts queue
-PER_DECODE = 1.6  # at least this factor times the step without prompts: a step of many rows takes long by itself
-_BESIDE_PROMPTS = 2.8  # times the step of a single decoding row
-_UNNOTICED_S = 0.01  # and at least this
-
-
-def usual_target_s(decode_s: float) -> float:
-    """The default inter-token latency target, if a step with one decoding row takes `decode_s`."""
-    return max(_UNNOTICED_S, _BESIDE_PROMPTS * decode_s)
-
-
-def stretched(target_s: float, queue_s: float, most: float) -> float:
-    """The step time to aim at when the prompts ahead of the last one take `queue_s` to compute.
-
-    The target grows with sqrt(queue_s / 40 ms), at most `most` times: a longer queue delays waiting prompts and
-    decoding rows alike.
-    """
-    return target_s * min(max(sqrt(queue_s / PATIENCE_S), 1.0), most)
-
-
-def largest_next_chunk(
-    table: CostTable, shape: StepShape, start: int, most: int, target_s: float, captured_sizes: tuple[int, ...] = ()
-) -> int:
-    """The largest further chunk with which a step of this shape is predicted to take at most `target_s`.
-
-    The first chunk of a step has at least `MIN_PREFILL_TOKENS` (or `most`, if that is less), even if the step then
-    takes longer; a further one may have none. Lengths are tried in ascending order: a corrected table need not be
-    monotone, and a length beyond one that misses the target is not trusted. Candidates are the captured sizes, or
-    without any, doubling lengths followed by a bisection.
-    """
-    least = 0 if shape.num_chunk_tokens else min(most, MIN_PREFILL_TOKENS)
-
-    def fits(length: int) -> bool:
-        return table.predict_s(shape.with_chunk(start, length)) <= target_s
-
-    if captured_sizes:
-        lengths = [*(size for size in captured_sizes if least < size < most), most]
-        return max(takewhile(fits, lengths), default=least)
-    good, bad = least, most + 1
-    probe = max(1, least)
-    while probe < bad:
-        if not fits(probe):
-            bad = probe
-            break
-        good, probe = probe, 2 * probe
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
 
 
 class StepBatcher:
@@ -169,26 +119,31 @@ class StepBatcher:
         return [sequence for sequence in self._state.prefilling if self._is_long(sequence)]
 
     def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens >= self._state.policy.order.long_prompt
+        """A long prompt that was found in the cache but for a short end is a short one."""
+        return sequence.num_tokens - sequence.group.num_cached >= self._state.policy.order.long_prompt
 
     def _prefill_budget(self, builder: PlanBuilder) -> int:
-        """Tokens for prompts: the remaining budget, or fewer if the step is limited in time or has a time target."""
-        state, target_s = self._state, self._state.policy.itl_target_s
-        if not (state.prefilling or state.waiting) or not state.policy.regime.chunked:
+        """Tokens for prompts: the remaining budget, or fewer if the step is limited in time or has time targets."""
+        state, policy = self._state, self._state.policy
+        if not (state.prefilling or state.waiting) or not policy.regime.chunked:
+            if builder.num_decoding:
+                state.late_steps.note(None)
             return builder.budget
-        if state.policy.max_step_s is not None:
-            builder.budget = self._limited_in_time(builder, state.policy.max_step_s)
-        if target_s is None or builder.num_decoding == 0:
+        if policy.max_step_s is not None:
+            builder.budget = self._limited_in_time(builder, policy.max_step_s)
+        if policy.itl_target_s is None or (builder.num_decoding == 0 and policy.ttft_target_s is None):
             return builder.budget
         start = state.prefilling[0].num_planned if state.prefilling else 0
-        shape, captured_sizes = self.shape(builder), state.policy.captured_beside(builder.num_decoding)
-        target_s = max(target_s, state.policy.itl_per_decode * self._cost.predict_s(shape))
-        length = largest_next_chunk(self._cost, shape, start, builder.budget, target_s, captured_sizes)
-        queue_s = target_s * self._num_waiting_tokens() / max(length, 1)
-        stretched_s = stretched(target_s, queue_s, state.policy.itl_stretch)
-        if stretched_s == target_s:
-            return length
-        return largest_next_chunk(self._cost, shape, start, builder.budget, stretched_s, captured_sizes)
+        shape, sizes = self.shape(builder), policy.captured_beside(builder.num_decoding)
+        itl_s = max(policy.itl_target_s, policy.itl_per_decode * self._cost.predict_s(shape))
+        limit_s = max(MAX_STRETCH * policy.itl_target_s, MANY_STRETCH * itl_s)
+        targets = Targets(itl_s, policy.ttft_target_s, limit_s)
+        builder.pace = choose_pace(
+            self._cost, shape, start, builder.budget, sizes, targets, self._demand(builder.now_s)
+        )
+        if builder.num_decoding:
+            state.late_steps.note(builder.pace)
+        return builder.pace.num_tokens
 
     def _limited_in_time(self, builder: PlanBuilder, max_step_s: float) -> int:
         """As many tokens as are predicted to take `max_step_s`, or twice as long as the fewest."""
@@ -197,13 +152,15 @@ class StepBatcher:
         limit_s = max(max_step_s, _PER_SMALLEST * self._cost.predict_s(shape.with_chunk(start, fewest)))
         return max(fewest, largest_next_chunk(self._cost, shape, start, builder.budget, limit_s))
 
-    def _num_waiting_tokens(self) -> int:
-        """Prompt tokens still to be computed, without those of the longest prefill: what other prompts wait for."""
-        prefilling, waiting = self._state.prefilling, self._state.waiting
-        if len(prefilling) + len(waiting) < 2:
-            return 0
-        remaining = [sequence.num_tokens - sequence.num_planned for sequence in prefilling]
-        return sum(remaining) - max(remaining, default=0) + waiting.num_tokens
+    def _demand(self, now_s: float) -> Demand:
+        """The backlog is without the longest prefill, for which no other prompt need wait."""
+        state = self._state
+        tokens_per_s, num_prompts = state.load.tokens_per_s(now_s), len(state.prefilling) + len(state.waiting)
+        remaining = [sequence.num_tokens - sequence.num_planned for sequence in state.prefilling]
+        waiting = int(state.load.missed_share * state.waiting.num_tokens)
+        longest = max(remaining, default=waiting if num_prompts == 1 else 0)
+        backlog = sum(remaining) + waiting - longest if num_prompts > 1 else 0
+        return Demand(tokens_per_s, backlog, longest if state.late_steps.allowed else 0)
 
     def schedule_chunk(self, sequence: Sequence, builder: PlanBuilder, *, decoding: bool = False) -> None:
         """Plan known tokens within the budget. With the last of them the row starts to decode, or to finish if pooled.

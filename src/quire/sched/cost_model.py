@@ -6,7 +6,7 @@ A pure function of its constants and its observations, in order: no clock, no de
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
+from math import hypot, inf
 from typing import NamedTuple
 
 # None of these numbers was tuned.
@@ -39,7 +39,11 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The roofline: overhead, the slower of reading the weights and multiplying by them, and attention."""
+    """The roofline: overhead, reading the weights and multiplying by them, which overlap in part, and attention.
+
+    Of a step in which one takes much longer than the other, the longer is seen; where both take as long, 1.4 times
+    that, as on an H200 (docs/performance/ledger, section 48).
+    """
 
     seconds_per_step: float  # whatever the step holds
     seconds_per_weights: float  # reading them once: a step with few tokens waits for memory
@@ -134,7 +138,7 @@ class CostTable:
         num_tokens = shape.num_rows + shape.num_chunk_tokens
         return (
             constants.seconds_per_step
-            + max(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)
+            + hypot(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)
             + constants.seconds_per_context_token * shape.num_context
             + constants.seconds_per_attention_pair * shape.chunk_context
         )

@@ -12,10 +12,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from quire.core.ids import RequestId
 from quire.core.request import EventKind, RequestEvent, RequestGroup, WaitCause
+from quire.sched.pacing import StepBound
+
+Value = TypeVar("Value")
 
 MAX_KEPT = 4096  # changes, and admissions; arbitrary, never tuned
 
@@ -39,41 +42,72 @@ class RowAssignment(NamedTuple):
 class WaitHistory:
     """The latest history of a queue."""
 
-    __slots__ = ("_admitted", "_changes")
+    __slots__ = ("_admitted", "_bounds", "_changes")
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._changes: deque[tuple[int, WaitCause | None]] = deque(maxlen=max_kept)  # from which step on, what
+        self._bounds: deque[tuple[int, StepBound | None]] = deque(maxlen=max_kept)  # from which step on, what
         self._admitted: deque[tuple[int, int, RequestId]] = deque(maxlen=max_kept)  # the fields of `RowAssignment`
 
     def note(self, step: int, cause: WaitCause | None) -> None:
         """Why the queue head was not admitted. A step that was not taken is noted again; the last note counts."""
-        changes = self._changes
-        if changes and changes[-1][0] == step:
-            changes.pop()
-        if not changes or changes[-1][1] is not cause:
-            changes.append((step, cause))
+        _note_change(self._changes, step, cause)
+
+    def note_bound(self, step: int, bound: StepBound | None) -> None:
+        """What limited the prompt tokens of a step; None: nothing did."""
+        _note_change(self._bounds, step, bound)
 
     def note_admitted(self, step: int, order: int, request: RequestId) -> None:
         self._admitted.append((step, order, request))
 
     def between(self, start: int, stop: int) -> tuple[WaitInterval, ...]:
         """The steps [start, stop) by cause, in order; without steps that are no longer kept."""
-        changes = list(self._changes)
-        intervals = []
-        first = max(bisect_right(changes, start, key=lambda change: change[0]) - 1, 0)
-        for number in range(first, len(changes)):
-            begins, cause = changes[number]
-            ends = changes[number + 1][0] if number + 1 < len(changes) else stop
-            if begins >= stop:
-                break
-            if (kept := WaitInterval(max(begins, start), min(ends, stop), cause)).start < kept.stop:
-                intervals.append(kept)
-        return tuple(intervals)
+        return tuple([WaitInterval(*interval) for interval in _intervals(self._changes, start, stop)])
+
+    def bounds(self, start: int, stop: int) -> dict[StepBound, int]:
+        """The number of steps in [start, stop) that each bound limited, the most frequent first."""
+        counts: dict[StepBound, int] = {}
+        for begins, ends, bound in _intervals(self._bounds, start, stop):
+            if bound is not None:
+                counts[bound] = counts.get(bound, 0) + ends - begins
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
     def overtakers(self, order: int, start: int, stop: int) -> tuple[RowAssignment, ...]:
         """Groups that arrived later and were admitted in the steps [start, stop)."""
         return tuple(RowAssignment(*each) for each in self._admitted if start <= each[0] < stop and each[1] > order)
 
+
+def _note_change(changes: "deque[tuple[int, Value]]", step: int, value: Value) -> None:
+    """A step that was not taken is noted again; the last note counts."""
+    if changes and changes[-1][0] == step:
+        changes.pop()
+    if not changes or changes[-1][1] is not value:
+        changes.append((step, value))
+
+
+def _intervals(noted: "deque[tuple[int, Value]]", start: int, stop: int) -> list[tuple[int, int, Value]]:
+    changes = list(noted)
+    intervals = []
+    first = max(bisect_right(changes, start, key=lambda change: change[0]) - 1, 0)
+    for number in range(first, len(changes)):
+        begins, value = changes[number]
+        ends = changes[number + 1][0] if number + 1 < len(changes) else stop
+        if begins >= stop:
+            break
+        if max(begins, start) < min(ends, stop):
+            intervals.append((max(begins, start), min(ends, stop), value))
+    return intervals
+
+
+_BOUND_TEXT = {
+    StepBound.ITL: "the ITL target",
+    StepBound.LOAD: "the offered load",
+    StepBound.BACKLOG: "waiting prompts",
+    StepBound.LONG_PROMPT: "a long prompt",
+    StepBound.SATURATED: "more load than steps of any size carry",
+    StepBound.EFFICIENT: "the efficient size",
+    StepBound.MAX_STEP: "the largest step",
+}
 
 _CAUSE_TEXT = {
     WaitCause.ORDER: "others came first, by class, share, lane or deadline",
@@ -145,6 +179,7 @@ class Explanation:
     interruptions: tuple[Interruption, ...]
     forks: tuple[Fork, ...]
     first_token_step: int | None
+    paced_by: tuple[tuple[StepBound, int], ...]  # what sized the steps from the first admission to the first token
     ending: Finish | None
 
     def waited(self, cause: WaitCause | None) -> int:
@@ -162,7 +197,7 @@ class Explanation:
             lines.append((self.admissions[0].step, 3, _shortfall_text(self.shortfall)))
         lines += [(fork.step, 4, f"shared {_tokens(fork.num_shared)} with {fork.shared_with}") for fork in self.forks]
         if self.first_token_step is not None:
-            lines.append((self.first_token_step, 5, "emitted its first token"))
+            lines.append((self.first_token_step, 5, "emitted its first token" + _pace_text(self.paced_by)))
         lines += [(each.step, 0, _interruption_text(each)) for each in self.interruptions]
         if self.ending is not None:
             lines.append((self.ending.step, 9, f"finished: {self.ending.reasons}"))
@@ -175,6 +210,9 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
     arrived = next(event for event in events if event.what is EventKind.ARRIVED)
     missed = next((event for event in events if event.what is EventKind.MISSED), None)
     ended = next((event for event in events if event.what is EventKind.FINISHED), None)
+    admitted = next((event.step for event in events if event.what is EventKind.ADMITTED), None)
+    first_step = next((event.step for event in events if event.what is EventKind.FIRST_TOKEN), None)
+    paced = {} if admitted is None or first_step is None else wait_history.bounds(admitted, first_step + 1)
     return Explanation(
         request=group.request.id,
         num_prompt=arrived.tokens,
@@ -186,7 +224,8 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         shortfall=None if missed is None else Shortfall(missed.tokens, missed.detail, missed.other),
         interruptions=tuple(_interruptions(events)),
         forks=tuple(Fork(event.step, event.tokens, event.detail) for event in events if event.what is EventKind.FORKED),
-        first_token_step=next((event.step for event in events if event.what is EventKind.FIRST_TOKEN), None),
+        first_token_step=first_step,
+        paced_by=tuple(paced.items()),
         ending=None if ended is None else Finish(ended.step, ended.detail),
     )
 
@@ -269,6 +308,13 @@ def _request_list(requests: tuple[RequestId, ...]) -> str:
 def _wait_text(wait: Wait) -> str:
     steps = wait.stop - wait.start
     return f"waited {steps} step{'s' if steps > 1 else ''}: {_CAUSE_TEXT[wait.cause]}{_request_list(wait.others)}"
+
+
+def _pace_text(paced_by: tuple[tuple[StepBound, int], ...]) -> str:
+    if not paced_by:
+        return ""
+    counts = ", ".join(f"{_BOUND_TEXT[bound]} ({count})" for bound, count in paced_by)
+    return f"; its steps had the size of {counts}"
 
 
 def _shortfall_text(shortfall: Shortfall) -> str:

@@ -6,6 +6,7 @@ from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.moves import Move
 from quire.core.request import Sequence
 from quire.core.step import AppendTokens, Chunk, ChunkOutput, Grants, RowStart, StepPlan
+from quire.sched.pacing import Pace
 
 _NO_GRANTS = Grants()
 _NONE: IntArray = np.empty(0, dtype=np.int32)
@@ -26,6 +27,7 @@ class PlanBuilder:
         "kept_budget",
         "now_s",
         "num_decoding",
+        "pace",
         "paused",
         "pressure",
         "starts",
@@ -39,6 +41,7 @@ class PlanBuilder:
         self.kept_budget = 0  # of the budget, for long prompts
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
+        self.pace: Pace | None = None  # of the prompts, where there are time targets
         self.starts: list[RowStart] = []
         self.appends: list[AppendTokens] = []
         self.chunks: list[Chunk] = []

@@ -51,7 +51,7 @@ class Policy:
     order: OrderPolicy = field(default_factory=OrderPolicy)
     overcommit: Overcommit = Overcommit.HEDGE
     itl_target_s: float | None = None  # target step time; None: the token budget alone decides
-    itl_stretch: float = 1.0  # largest factor on the target while prompts queue
+    ttft_target_s: float | None = None  # target of what prompts wait for; None: the ITL target is kept whatever waits
     itl_per_decode: float = 0.0  # the target is at least this factor times the decode-only step
     max_step_s: float | None = None  # largest predicted time of a step with prompts; None: the token budget decides
     captured_sizes: tuple[CapturedSizes, ...] = ()  # ascending

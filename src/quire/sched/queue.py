@@ -35,8 +35,8 @@ class OrderPolicy:
     fair: bool = True  # tenants share by service; if not, all share one queue
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant; 1 if not listed
     ageing_s: float = 30.0  # a class rises by one each time its head has waited this long; 0: never
-    long_prompt: int = 8192  # tokens; prompts of at least this length take the long lane
-    lane_patience_s: float = 10.0  # a long prompt that has waited this long no longer yields to short ones
+    long_prompt: int = 8192  # tokens; prompts with at least this many to compute take the long lane
+    lane_patience_s: float = 1.0  # a long prompt that has waited this long no longer yields to short ones
     share_patience_s: float = 0.1  # a tenant below its share waits this long for a row before others are preempted
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ class WaitingQueue:
         if queue is None:
             queue = _ClassQueue(request.priority, self._policy, self._queued, self._shares)
             self._classes[request.priority] = queue
-        is_long = lane(len(request.prompt), self._policy.long_prompt) is Lane.LONG
+        is_long = lane(group.num_uncached, self._policy.long_prompt) is Lane.LONG
         queued_group = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
         self._queued[group.order] = queued_group
         deadline_s = inf if request.deadline_s is None else request.deadline_s

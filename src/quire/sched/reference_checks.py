@@ -136,7 +136,7 @@ class _CheckedQueue(WaitingQueue):
             if request.priority == priority:
                 service = self._tenants.service(request.tenant) if order.fair else 0.0
                 deadline_s = inf if request.deadline_s is None else request.deadline_s
-                lanes[len(request.prompt) >= order.long_prompt].append((service, deadline_s, group.order))
+                lanes[group.num_uncached >= order.long_prompt].append((service, deadline_s, group.order))
         heads = {is_long: min(keys) for is_long, keys in lanes.items() if keys}
         waited_s = {is_long: now_s - self._all[int(head[-1])][1] for is_long, head in heads.items()}
         aged = priority - (int(max(*waited_s.values(), 0.0) / order.ageing_s) if order.ageing_s else 0)

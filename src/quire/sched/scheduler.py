@@ -233,7 +233,8 @@ class Scheduler:
     @property
     def counters(self) -> Counters:
         """Totals since the start, as a copy."""
-        return replace(self._state.counters)
+        counters = self._state.counters
+        return replace(counters, paced_steps=dict(counters.paced_steps))
 
     def group(self, request_id: RequestId) -> RequestGroup | None:
         return self._state.groups.get(request_id)
@@ -284,6 +285,8 @@ class Scheduler:
     def _commit(self, builder: PlanBuilder) -> StepPlan | None:
         state = self._state
         state.wait_history.note(builder.step, self._admission.cause)
+        bound = None if builder.pace is None or builder.budget > 0 else builder.pace.bound  # else prompts ran out
+        state.wait_history.note_bound(builder.step, bound)
         if builder.empty:
             for row in builder.paused:  # the step is not taken: they need a block in the same one
                 state.calendar.book_again(row)
@@ -308,6 +311,8 @@ class Scheduler:
         counters.computed_tokens += builder.num_decoding + sum(chunk.length for chunk in builder.chunks)
         counters.padding_tokens += num_padding
         counters.moved_blocks += len(moves)
+        if bound is not None:
+            counters.paced_steps[bound] = counters.paced_steps.get(bound, 0) + 1
         reset, self._reset = self._reset, False
         leaves, masked = state.rows.take_released(), self._masked(builder)
         return builder.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)

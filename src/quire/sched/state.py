@@ -6,7 +6,7 @@ in flight touches them. Private to `sched/`: everything else uses the queries of
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.ma  # np.unique would load it during the first preemption
@@ -19,6 +19,7 @@ from quire.sched.beam_search import BeamGroups
 from quire.sched.decode_calendar import DecodeCalendar
 from quire.sched.explain import WaitHistory
 from quire.sched.fairness import Billing, WeightedFairShares
+from quire.sched.pacing import LateSteps, OfferedLoad, StepBound
 from quire.sched.parallel_sampling import SiblingForks
 from quire.sched.policy import Policy
 from quire.sched.prefix_dedup import InflightPrefixes
@@ -42,6 +43,7 @@ class Counters:
     moved_blocks: int = 0
     forks: int = 0
     lost_steps: int = 0
+    paced_steps: dict[StepBound, int] = field(default_factory=dict)  # steps whose prompt tokens a bound limited
 
 
 MAX_REQUEUED = 128  # groups per step: about a millisecond
@@ -64,6 +66,8 @@ class SchedulerState:
         self.forks = SiblingForks(kv, self.rows)
         self.beams = BeamGroups(kv, self.rows)
         self.output_lengths = LengthQuantile()
+        self.load = OfferedLoad()
+        self.late_steps = LateSteps()
         self.masked_rows: set[Row] = set()  # rows under a grammar that sample, or have sampled
         self.num_masked = 0  # requests under a grammar
         self.counters = Counters()
@@ -86,9 +90,18 @@ class SchedulerState:
         self.groups[group.request.id] = group
         self.num_masked += group.request.sampling.masked
         self.shares.arrive(group.request.tenant)
-        self.waiting.push(group, group.arrived_s)
+        self._queue(group, group.arrived_s)
         self.deadlines.watch(group)
+        self.load.arrive(len(group.request.prompt), group.arrived_s)
         group.note(RequestEvent(self.last_planned + 1, EventKind.ARRIVED, tokens=len(group.request.prompt)))
+
+    def _queue(self, group: RequestGroup, since_s: float) -> None:
+        """A long prompt of which the cache holds all but a short end waits with the short ones."""
+        prompt, wide = group.request.prompt, group.request.sampling.prompt_wide
+        if len(prompt) >= self.policy.order.long_prompt:
+            match = self.kv.match(group.owner, prompt, 0 if wide else len(prompt) - 1)
+            group.num_uncached = len(prompt) - self.kv.num_found(match)
+        self.waiting.push(group, since_s)
 
     def may_admit(self, group: RequestGroup) -> bool:
         return self.admissible is None or group.order in self.admissible
@@ -104,7 +117,7 @@ class SchedulerState:
         excluded, self.excluded = self.excluded, []
         for group in excluded:
             if not group.finished:
-                self.waiting.push(group, group.arrived_s)
+                self._queue(group, group.arrived_s)
 
     def add_known_tokens(self, sequence: Sequence) -> None:
         """Compute the known tokens of a sequence: a prefill, or the single token of a beam."""
@@ -232,7 +245,7 @@ class SchedulerState:
             return
         if not group.finished:
             if group not in self.waiting and not self.inflight_prefixes.follows(group):
-                self.waiting.push(group, self.now_s)
+                self._queue(group, self.now_s)
             return
         self.waiting.discard(group)
         self.inflight_prefixes.forget(group)
@@ -246,7 +259,7 @@ class SchedulerState:
     def requeue_ready(self) -> None:
         """Queue groups whose in-flight prefix is computed or gone, at most `MAX_REQUEUED` per step."""
         for group in self.inflight_prefixes.take_ready(MAX_REQUEUED):
-            self.waiting.push(group, group.arrived_s)
+            self._queue(group, group.arrived_s)
 
     # Derived values.
 

@@ -20,6 +20,7 @@ from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
+from quire.sched.pacing import StepBound
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.request_context import RequestRecord
 
@@ -29,8 +30,9 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 
             7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)  # fmt: skip
 _TOKENS = tuple(2**power for power in range(18))
 _REASONS = frozenset(reason.value for reason in FinishReason)
+_BOUNDS = tuple(bound.value for bound in StepBound)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
-            "forks", "moved_blocks", "lost_steps")  # fmt: skip
+            "forks", "moved_blocks", "lost_steps", *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
 _CODES = frozenset(
@@ -212,6 +214,11 @@ class EngineGauges(Collector):
         }
         for name, (field, text) in names.items():
             yield _counter(name, text, self.total(field))
+        name, text = "paced_steps", "Steps by what limited their prompt tokens."
+        paced = CounterMetricFamily(f"quire_{name}", text, labels=["bound"])
+        for bound in _BOUNDS:
+            paced.add_metric([bound], self.total(f"steps_{bound}"))
+        yield paced
         yield from self._gauges(stats)
         yield self._memory_gauge()
 

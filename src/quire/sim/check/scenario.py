@@ -216,7 +216,8 @@ def _draw_policy(rng: random.Random) -> Policy:
             lane_patience_s=rng.choice((0.0, 2.0, 100.0)),
         ),
         overcommit=rng.choice(tuple(Overcommit)),
-        itl_target_s=rng.choice((None, None, 0.015, 1.0)),
+        itl_target_s=(itl_target_s := rng.choice((None, None, 0.015, 1.0))),
+        ttft_target_s=itl_target_s,
         max_preemptions=rng.choice((0, 1, 3)),
         max_waiting=rng.choice((None, None, None, 1, 5)),
     )

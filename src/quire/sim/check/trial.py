@@ -297,7 +297,7 @@ class CheckRun:
 
         def key(group: RequestGroup) -> tuple[object, ...]:
             request = group.request
-            return (request.priority, request.tenant, lane(len(request.prompt), long_prompt), request.deadline_s)
+            return (request.priority, request.tenant, lane(group.num_uncached, long_prompt), request.deadline_s)
 
         return key(one) == key(other)
 
