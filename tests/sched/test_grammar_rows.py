@@ -245,6 +245,20 @@ def test_masks_that_arrive_for_a_failing_step_lose_no_token(depth, error):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_lost_step_that_was_the_last_waits_for_no_masks(depth):
+    bench = GrammarBench(depth, 60)
+    bench.runner.fails_at = 4, StepLost("no memory", too_large=True)
+    bench.add(0, [5, 6], 12, masked=True)
+    bench.run()
+    (sequence,) = bench.sequences
+    assert sequence.finish_reason is FinishReason.OUT_OF_MEMORY
+    assert bench.sampled[sequence.id] == expected(sequence.request, 0)[:4]
+    num_events = len(bench.events)
+    bench.turn()
+    assert len(bench.events) == num_events
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_grammar_that_ends_a_sequence_needs_no_further_mask(depth):
     """Its next step is already launched: it samples without a mask, and the token is dropped."""
     bench = GrammarBench(depth, 60)
