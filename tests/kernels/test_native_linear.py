@@ -30,6 +30,7 @@ pytestmark = needs_native
 
 WIDTH = 512  # two super-blocks
 GROUP = 32
+MAX_CODE = 127 * 256 + 127  # of activations
 
 
 def unpacked(kernels: NativeKernels, packed: PackedWeight) -> Tensor:
@@ -44,12 +45,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def error_bound(x: Tensor, weight: Tensor, quantized: bool) -> Tensor:
-    """Of each product: half a step of the 8-bit activations of each group times the weights of the group, and float32's
+    """Of each product: half a step of the 16-bit activations of each group times the weights of the group, and float32's
     rounding of a sum of terms of this size. [tokens, out]"""
     x, weight = x.double().abs(), weight.double().abs()
     bound = 1e-6 * (x @ weight.T)
     if quantized:
-        half_steps = x.unflatten(1, (-1, GROUP)).amax(-1) / 127 / 2
+        half_steps = x.unflatten(1, (-1, GROUP)).amax(-1) / MAX_CODE / 2
         bound += 1.001 * half_steps @ weight.unflatten(1, (-1, GROUP)).sum(-1).T
     return bound + 1e-30
 
@@ -81,7 +82,7 @@ def test_unpacked_rows_are_what_gguf_decodes(encoding: str, num_rows: int) -> No
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("num_rows", [5, 48, 71])
 @pytest.mark.parametrize("num_tokens", [1, 7, 130])
-def test_products_are_within_the_error_of_8_bit_activations(encoding: str, num_rows: int, num_tokens: int) -> None:
+def test_products_are_within_the_error_of_16_bit_activations(encoding: str, num_rows: int, num_tokens: int) -> None:
     kernels = native_kernels()
     packed = kernels.pack(weight_of(WIDTH, stored(encoding, drawn_rows(encoding, num_rows, WIDTH))))
     assert_products(kernels, packed, drawn(num_tokens, WIDTH))

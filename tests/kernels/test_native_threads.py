@@ -67,7 +67,7 @@ def test_threads_and_memory_are_freed_with_the_kernels() -> None:
 
     def used() -> None:
         kernels = new_kernels(5)
-        kernels.linear(x, kernels.pack(weight), None)  # activations as 8 bits: 3 MB of workspace
+        kernels.linear(x, kernels.pack(weight), None)  # activations as 16 bits: 5 MB of workspace
 
     used()
     gc.collect()

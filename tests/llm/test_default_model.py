@@ -198,13 +198,13 @@ class Quality(NamedTuple):
     near_tie: float  # how much less likely, in logits, another choice may be
 
 
-# Measured on 914 tokens (docs/performance/cpu.md): 0.963 and 2.9e-3 as stored, 0.950 and 3.9e-3 as int8, 0.997 and
-# 4.7e-5 in bfloat16. In all but bfloat16 activations are rounded to 8 bits, as llama.cpp does.
+# Measured on 914 tokens (docs/performance/cpu.md): 0.999 and 6.0e-7 as stored, 0.976 and 1.0e-3 as int8, 0.997 and
+# 4.7e-5 in bfloat16. In all but bfloat16 activations are rounded to 16 bits.
 QUALITY = {
-    "stored": Quality(0.93, 6e-3, 1.0),
+    "stored": Quality(0.995, 5e-6, NEAR_TIE_EXACT),
     "bfloat16": Quality(0.99, 2e-4, NEAR_TIE_EXACT),
-    "int8": Quality(0.93, 8e-3, 1.0),
-    "int4": Quality(0.93, 6e-3, 1.0),  # of values that four bits can hold: the file has no others
+    "int8": Quality(0.96, 2e-3, 0.3),
+    "int4": Quality(0.995, 5e-6, NEAR_TIE_EXACT),  # of values that four bits can hold: the file has no others
 }
 
 

@@ -1,7 +1,8 @@
 """CPU kernels in C++: packed weights, paged attention and whole layers, on threads of their own.
 
 Activations are float32. Weights are as stored: 4 to 8 bits, 16-bit or float32; with less than 16 bits, activations are
-rounded to 8 bits for each product. All layers of a step are one call. Results do not depend on the batch.
+rounded to 16 bits in groups of 32 for each product. All layers of a step are one call. Results do not depend on the
+batch.
 """
 
 import ctypes

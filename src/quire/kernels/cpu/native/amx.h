@@ -21,11 +21,12 @@ static inline bool request_amx() {
     return granted;
 }
 
-// Tiles 0 and 1: sums, 16 x 16 int32; 2: activations, 16 tokens x 32 bytes; 3: weights, 8 quads x 16 rows x 4 bytes.
+// Tiles 0 to 3: sums, 16 x 16 int32; 4 and 5: high and low bytes of activations, 16 tokens x 32 bytes; 6: weights, 8 quads x
+// 16 rows x 4 bytes.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 32, 64};
-    uint8_t rows[16] = {16, 16, 16, 8};
+    uint16_t bytes[16] = {64, 64, 64, 64, 32, 32, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 8};
 };
 
 class AmxTiles {  // the tiles belong to this thread while it lives
@@ -50,37 +51,51 @@ static inline void unpack_panel(const uint8_t* panel, int groups, int8_t* out) {
     }
 }
 
+// Groups whose sums are in memory before the vector units add the first: what a tile stored cannot be loaded at once.
+constexpr int kAmxAhead = 3;
+
 // Sixteen tokens with a panel. codes: as unpacked; out: [tokens, stride].
 template <class F>
 static inline void amx_tile(const uint8_t* panel, const int8_t* codes, const Quantized& x, int width, float* out, int64_t stride) {
     const int groups = width / kGroup;
-    alignas(64) int32_t sums[2][kAmxTokens][16];
+    alignas(64) int32_t sums[kAmxAhead + 1][2][kAmxTokens][16];  // of high and of low bytes
     Simd::Float total[kAmxTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kAmxTokens; t++) total[t] = Simd::zero();
     auto multiply = [&](int g) __attribute__((always_inline)) {
-        _tile_loadd(2, x.codes + g * kGroup, width);
-        _tile_loadd(3, codes + g * 8 * kQuadBytes, kQuadBytes);
+        const int8_t* planes = x.codes + g * kGroupBytes + kGroupBytes / 2;  // behind the words
+        auto& target = sums[g % (kAmxAhead + 1)];
+        _tile_loadd(4, planes, groups * kGroupBytes);
+        _tile_loadd(5, planes + kGroup, groups * kGroupBytes);
+        _tile_loadd(6, codes + g * 8 * kQuadBytes, kQuadBytes);
         if (g % 2) {
-            _tile_zero(1);
-            _tile_dpbssd(1, 2, 3);
-            _tile_stored(1, sums[1], 64);
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_dpbssd(2, 4, 6);
+            _tile_dpbssd(3, 5, 6);
+            _tile_stored(2, target[0], 64);
+            _tile_stored(3, target[1], 64);
         } else {
             _tile_zero(0);
-            _tile_dpbssd(0, 2, 3);
-            _tile_stored(0, sums[0], 64);
+            _tile_zero(1);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 5, 6);
+            _tile_stored(0, target[0], 64);
+            _tile_stored(1, target[1], 64);
         }
     };
-    multiply(0);
+    for (int g = 0; g < std::min(kAmxAhead, groups); g++) multiply(g);
     for (int g = 0; g < groups; g++, panel += F::kBytes) {
-        if (g + 1 < groups) multiply(g + 1);  // while the vector units add the one before
+        if (g + kAmxAhead < groups) multiply(g + kAmxAhead);
         const auto* scales = reinterpret_cast<const uint16_t*>(panel);
+        const auto& dots = sums[g % (kAmxAhead + 1)];
         const Simd::Float scale = Simd::load_float16(scales);
         Simd::Float minimum;
         if constexpr (F::kMinimum) minimum = Simd::load_float16(scales + kPanelRows);
 #pragma GCC unroll 16
         for (int t = 0; t < kAmxTokens; t++) {
-            const Simd::Float product = Simd::multiply(Simd::to_float(_mm512_load_si512(sums[g % 2][t])), scale);
+            const __m512i high = _mm512_slli_epi32(_mm512_load_si512(dots[0][t]), 8);
+            const Simd::Float product = Simd::multiply(Simd::to_float(_mm512_add_epi32(high, _mm512_load_si512(dots[1][t]))), scale);
             total[t] = Simd::multiply_add(product, x.scales[t * groups + g], total[t]);
             if constexpr (F::kMinimum) total[t] = Simd::multiply_add(minimum, x.sums[t * groups + g], total[t]);
         }

@@ -111,7 +111,7 @@ public:
     Rows rows(const float* x, int64_t tokens, int width, bool quantized) {
         if (!quantized) return {x, {}, width};
         const int groups = width / kGroup;
-        auto* memory = static_cast<uint8_t*>(quantized_.bytes((size_t)tokens * (width + groups * 16)));
+        auto* memory = static_cast<uint8_t*>(quantized_.bytes((size_t)tokens * groups * (kGroupBytes + 16)));
         Quantized all;
         all.scales = reinterpret_cast<float*>(memory);
         all.sums = all.scales + tokens * groups;

@@ -27,7 +27,7 @@ struct Linear {
 
 template <class F>
 struct QuantizedPanel {
-    static constexpr int kMaxTokens = F::kScales == 2 ? Simd::kMaxTokens / 2 : Simd::kMaxTokens;
+    static constexpr int kMaxTokens = F::kScales == 2 && Simd::kMaxTokens > 4 ? Simd::kMaxTokens / 2 : Simd::kMaxTokens;
     static int64_t bytes(int width) { return (int64_t)F::kBytes * (width / kGroup); }
     template <int kTokens, int kVectors>
     static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
@@ -69,7 +69,7 @@ static void multiply_panel(const uint8_t* panel, const Rows& x, int64_t token, i
                 Panel::template tile<n, 1>(panel, v * Simd::kLanes, x, token, out + v * Simd::kLanes, stride);
     };
     if constexpr (Panel::kMaxTokens >= 8) strips(std::integral_constant<int, 8>{});
-    strips(std::integral_constant<int, 4>{});
+    if constexpr (Panel::kMaxTokens >= 4) strips(std::integral_constant<int, 4>{});
     strips(std::integral_constant<int, 2>{});
     if (token < end) Panel::template tile<1, kVectorsPerPanel>(panel, 0, x, token, out, stride);
 }

@@ -8,16 +8,16 @@
 
 namespace quire {
 
-// Activations as 8-bit codes: x = scale * code, one scale for each group of 32.
+// Activations as integers: x = scale * code, one scale for each group of 32.
 struct Quantized {
-    int8_t* codes;       // [tokens, width]
+    int8_t* codes;       // [tokens, groups, kGroup * Simd::kCodeBytes], as `Simd::store_codes` lays them
     float* scales;       // [tokens, groups]
     float* sums;         // [tokens, groups]: scale * sum of codes
     int32_t* half_sums;  // [tokens, groups, 2]: sums of codes of each half
 
     Quantized from(int64_t token, int width) const {
         const int64_t groups = token * (width / kGroup);
-        return {codes + token * width, scales + groups, sums + groups, half_sums + 2 * groups};
+        return {codes + token * width * Simd::kCodeBytes, scales + groups, sums + groups, half_sums + 2 * groups};
     }
 };
 
@@ -26,6 +26,9 @@ struct Rows {
     Quantized quantized;  // where some weight is quantized
     int width;
 };
+
+constexpr int kGroupBytes = kGroup * Simd::kCodeBytes;
+constexpr float kMaxCode = 127 * 256 + 127;  // so that a code is 256 * high + low with two signed bytes
 
 static inline void quantize_row(const float* x, int width, Quantized out) {
     for (int g = 0; g < width / kGroup; g++) {
@@ -36,38 +39,36 @@ static inline void quantize_row(const float* x, int width, Quantized out) {
             high = Simd::maximum(high, Simd::absolute(values));
             invalid = Simd::multiply_add(values, Simd::zero(), invalid);
         }
-        const float scale = Simd::highest(high) / 127.0f + Simd::sum(invalid);
-        const Simd::Float inverse = Simd::set(scale > 0.0f ? 1.0f / scale : 0.0f);
-        int8_t* codes = out.codes + g * kGroup;
-        for (int i = 0; i < kGroup; i += Simd::kLanes)
-            Simd::store_bytes(codes + i, Simd::round_to_int(Simd::multiply(Simd::load(p + i), inverse)));
-        int32_t first = 0, second = 0;
-        for (int i = 0; i < kGroup / 2; i++) {
-            first += codes[i];
-            second += codes[i + kGroup / 2];
+        const float scale = Simd::highest(high) / kMaxCode + Simd::sum(invalid);
+        const Simd::Float inverse = Simd::set(scale > 1e-37f ? 1.0f / scale : 0.0f);  // of less, it would be infinite
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < kGroup; i += Simd::kLanes) {
+            const Simd::Int codes = Simd::round_to_int(Simd::multiply(Simd::load(p + i), inverse));
+            Simd::store_codes(out.codes + g * kGroupBytes, i, codes);
+            sums[i / (kGroup / 2)] += Simd::sum(codes);
         }
         out.scales[g] = scale;
-        out.sums[g] = scale * (float)(first + second);
-        out.half_sums[2 * g] = first;
-        out.half_sums[2 * g + 1] = second;
+        out.sums[g] = scale * (float)(sums[0] + sums[1]);
+        out.half_sums[2 * g] = sums[0];
+        out.half_sums[2 * g + 1] = sums[1];
     }
 }
 
 // Adds the products of one half of a group: four quads of codes, each used for all tokens.
 template <class F, int half, int kTokens, int kVectors>
-static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Int (&total)[kTokens][kVectors]) {
+static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Dots (&total)[kTokens][kVectors]) {
     constexpr int kBytes = 4 * Simd::kLanes;
-    Simd::Bytes codes[4][kVectors];
+    Simd::Codes codes[4][kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) {
-        codes[0][v] = F::template codes<4 * half>(block, at + v * kBytes);
-        codes[1][v] = F::template codes<4 * half + 1>(block, at + v * kBytes);
-        codes[2][v] = F::template codes<4 * half + 2>(block, at + v * kBytes);
-        codes[3][v] = F::template codes<4 * half + 3>(block, at + v * kBytes);
+        codes[0][v] = Simd::widen<F::kSigned>(F::template codes<4 * half>(block, at + v * kBytes));
+        codes[1][v] = Simd::widen<F::kSigned>(F::template codes<4 * half + 1>(block, at + v * kBytes));
+        codes[2][v] = Simd::widen<F::kSigned>(F::template codes<4 * half + 2>(block, at + v * kBytes));
+        codes[3][v] = Simd::widen<F::kSigned>(F::template codes<4 * half + 3>(block, at + v * kBytes));
     }
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; t++) {
-        const Simd::Half values = Simd::load_half(x + t * stride + half * kGroup / 2);
+        const Simd::Half values = Simd::load_half<half>(x + t * stride);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             total[t][v] = Simd::dot<0>(total[t][v], codes[0][v], values);
@@ -89,7 +90,7 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
         for (int v = 0; v < kVectors; v++) total[t][v] = Simd::zero();
     const uint8_t* block = panel;
     for (int g = 0; g < groups; g++, block += F::kBytes) {
-        Simd::Int dots[F::kScales][kTokens][kVectors];
+        Simd::Dots dots[F::kScales][kTokens][kVectors];
 #pragma GCC unroll 2
         for (int h = 0; h < F::kScales; h++)
 #pragma GCC unroll 8
@@ -97,10 +98,10 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
                 const int32_t* sums = x.half_sums + 2 * (t * groups + g);
                 const int32_t sum = F::kOffset == 0 ? 0 : F::kScales == 2 ? sums[h] : sums[0] + sums[1];
 #pragma GCC unroll 4
-                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_int(-F::kOffset * sum);
+                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_dots(-F::kOffset * sum);
             }
-        half_dots<F, 0, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[0]);
-        half_dots<F, 1, kTokens, kVectors>(block, at, x.codes + g * kGroup, width, dots[F::kScales - 1]);
+        half_dots<F, 0, kTokens, kVectors>(block, at, x.codes + g * kGroupBytes, groups * kGroupBytes, dots[0]);
+        half_dots<F, 1, kTokens, kVectors>(block, at, x.codes + g * kGroupBytes, groups * kGroupBytes, dots[F::kScales - 1]);
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(block) + at / 4;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {

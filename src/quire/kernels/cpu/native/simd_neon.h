@@ -1,4 +1,7 @@
 // Vectors of 8 output rows on Arm: NEON, with the dot-product instructions where they are compiled in.
+//
+// With them, an activation's code is two bytes, 256 * high + low, in a plane each, and sums are kept for each plane.
+// Without, codes are multiplied as 16-bit words, and the four lanes of a row's sum are added at the end of the group.
 #pragma once
 #include <arm_neon.h>
 
@@ -9,19 +12,29 @@ namespace quire {
 
 struct Simd {
     static constexpr int kLanes = 8;             // output rows in a vector
-    static constexpr int kMaxTokens = 8;         // tokens whose sums fit the registers
-    static constexpr int kMaxPlainTokens = 4;      // the same for weights that are not quantized
-    static constexpr bool kUnsignedCodes = false;  // whether `dot` wants codes as 0 to 255
+#if defined(__ARM_FEATURE_DOTPROD)
+    static constexpr int kMaxTokens = 4;  // tokens whose sums fit the registers
+#else
+    static constexpr int kMaxTokens = 2;
+#endif
+    static constexpr int kMaxPlainTokens = 4;  // the same for weights that are not quantized
+    static constexpr int kCodeBytes = 2;       // of an activation
 
     struct Int { int32x4_t v[2]; };
     struct Float { float32x4_t v[2]; };
     struct Bytes { int8x16_t v[2]; };
-    using Half = int8x16_t;  // 16 quantized activations
+#if defined(__ARM_FEATURE_DOTPROD)
+    struct Dots { Int high, low; };
+    struct Half { int8x16_t high, low; };  // 16 quantized activations
+    using Codes = Bytes;
+#else
+    struct Dots { int32x4_t v[8]; };  // by row
+    struct Half { const int8_t* p; };
+    struct Codes { int16x8_t v[4]; };  // two rows each
+#endif
 
-    static inline Int set_int(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x)}}; }
     static inline Float set(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x)}}; }
     static inline Float zero() { return set(0.0f); }
-    static inline Half load_half(const int8_t* p) { return vld1q_s8(p); }
     static inline Bytes load_bytes(const uint8_t* p) {
         return {{vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))}};
     }
@@ -42,20 +55,67 @@ struct Simd {
     static inline Bytes either(Bytes x, Bytes y) {
         return {{vorrq_s8(x.v[0], y.v[0]), vorrq_s8(x.v[1], y.v[1])}};
     }
-    static inline Bytes flip_sign(Bytes x) {
-        const int8x16_t sign = vdupq_n_s8((int8_t)0x80);
-        return {{veorq_s8(x.v[0], sign), veorq_s8(x.v[1], sign)}};
-    }
     static inline Bytes look_up(const int8_t* table, Bytes x) {
         const int8x16_t t = vld1q_s8(table);
         return {{vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[0])), vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[1]))}};
     }
+#if defined(__ARM_FEATURE_DOTPROD)
+    static inline Dots set_dots(int32_t x) {
+        const int32x4_t zero = vdupq_n_s32(0), start = vdupq_n_s32(x);
+        return {{{zero, zero}}, {{start, start}}};
+    }
+    template <bool kSigned>
+    static inline Codes widen(Bytes x) { return x; }
+    // One half of a group's activations.
+    template <int half>
+    static inline Half load_half(const int8_t* group) { return {vld1q_s8(group + 16 * half), vld1q_s8(group + 32 + 16 * half)}; }
     // Adds the products of 4 codes of each row with activations 4 * quad to 4 * quad + 3 of the half.
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, Half x) {
-        return {{dot4<quad>(total.v[0], codes.v[0], x), dot4<quad>(total.v[1], codes.v[1], x)}};
+    static inline Dots dot(Dots total, Codes codes, Half x) {
+        for (int i = 0; i < 2; i++) {
+            total.high.v[i] = vdotq_laneq_s32(total.high.v[i], codes.v[i], x.high, quad);
+            total.low.v[i] = vdotq_laneq_s32(total.low.v[i], codes.v[i], x.low, quad);
+        }
+        return total;
     }
-    static inline Float to_float(Int x) { return {{vcvtq_f32_s32(x.v[0]), vcvtq_f32_s32(x.v[1])}}; }
+    static inline Float to_float(Dots x) {
+        return {{vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(x.high.v[0], 8), x.low.v[0])),
+                 vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(x.high.v[1], 8), x.low.v[1]))}};
+    }
+    static inline void store_codes(int8_t* group, int at, Int x) {
+        const int16x8_t words = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
+        vst1_s8(group + at, vshrn_n_s16(vaddq_s16(words, vdupq_n_s16(128)), 8));
+        vst1_s8(group + 32 + at, vmovn_s16(words));
+    }
+#else
+    static inline Dots set_dots(int32_t x) {
+        const int32x4_t start = vsetq_lane_s32(x, vdupq_n_s32(0), 0);
+        return {{start, start, start, start, start, start, start, start}};
+    }
+    template <bool kSigned>
+    static inline Codes widen(Bytes x) {
+        return {{vmovl_s8(vget_low_s8(x.v[0])), vmovl_high_s8(x.v[0]), vmovl_s8(vget_low_s8(x.v[1])), vmovl_high_s8(x.v[1])}};
+    }
+    template <int half>
+    static inline Half load_half(const int8_t* group) { return {group + 32 * half}; }
+    template <int quad>
+    static inline Dots dot(Dots total, Codes codes, Half x) {
+        const int16x4_t four = vreinterpret_s16_s8(vld1_s8(x.p + 8 * quad));
+        const int16x8_t twice = vcombine_s16(four, four);
+        for (int i = 0; i < 4; i++) {
+            total.v[2 * i] = vmlal_s16(total.v[2 * i], vget_low_s16(codes.v[i]), four);
+            total.v[2 * i + 1] = vmlal_high_s16(total.v[2 * i + 1], codes.v[i], twice);
+        }
+        return total;
+    }
+    static inline Float to_float(Dots x) {
+        return {{vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(x.v[0], x.v[1]), vpaddq_s32(x.v[2], x.v[3]))),
+                 vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(x.v[4], x.v[5]), vpaddq_s32(x.v[6], x.v[7])))}};
+    }
+    static inline void store_codes(int8_t* group, int at, Int x) {
+        vst1q_s8(group + 2 * at, vreinterpretq_s8_s16(vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]))));
+    }
+#endif
     static inline Float multiply(Float x, Float y) { return {{vmulq_f32(x.v[0], y.v[0]), vmulq_f32(x.v[1], y.v[1])}}; }
     static inline Float multiply_add(Float x, Float y, Float z) {
         return {{vfmaq_f32(z.v[0], x.v[0], y.v[0]), vfmaq_f32(z.v[1], x.v[1], y.v[1])}};
@@ -71,9 +131,7 @@ struct Simd {
     static inline Float round(Float x) { return {{vrndnq_f32(x.v[0]), vrndnq_f32(x.v[1])}}; }
     static inline Float absolute(Float x) { return {{vabsq_f32(x.v[0]), vabsq_f32(x.v[1])}}; }
     static inline Int round_to_int(Float x) { return {{vcvtnq_s32_f32(x.v[0]), vcvtnq_s32_f32(x.v[1])}}; }
-    static inline void store_bytes(int8_t* p, Int x) {  // 8 of them, saturated
-        vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1]))));
-    }
+    static inline int32_t sum(Int x) { return vaddvq_s32(vaddq_s32(x.v[0], x.v[1])); }
     static inline Float power_of_two(Int exponent) {
         return {{vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(exponent.v[0], vdupq_n_s32(127)), 23)),
                  vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(exponent.v[1], vdupq_n_s32(127)), 23))}};
@@ -110,17 +168,6 @@ private:
     static inline int8x16_t shift_right(int8x16_t x) {
         if constexpr (count == 0) return x;
         else return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x), count));
-    }
-    template <int lane>
-    static inline int32x4_t dot4(int32x4_t total, int8x16_t codes, int8x16_t x) {
-#if defined(__ARM_FEATURE_DOTPROD)
-        return vdotq_laneq_s32(total, codes, x, lane);
-#else
-        const int8x16_t repeated = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), lane));
-        const int16x8_t low = vmull_s8(vget_low_s8(codes), vget_low_s8(repeated));
-        const int16x8_t high = vmull_s8(vget_high_s8(codes), vget_high_s8(repeated));
-        return vaddq_s32(total, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
-#endif
     }
 };
 

@@ -1,4 +1,7 @@
-// Vectors of output rows on x86: 16 with AVX-512, 8 with AVX2. With VNNI a dot product is one instruction.
+// Vectors of output rows on x86: 16 with AVX-512, 8 with AVX2.
+//
+// Codes of weights and of activations are multiplied as 16-bit words, two at a time: with VNNI in one instruction. In
+// each quad of activations the even ones lie before the odd ones, as the codes of weights do once they are words.
 #pragma once
 #include <immintrin.h>
 
@@ -7,10 +10,10 @@
 
 namespace quire {
 
-static inline int32_t four_bytes(const int8_t* p) {
-    int32_t word;
-    std::memcpy(&word, p, 4);
-    return word;
+static inline int32_t two_words(const int8_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return pair;
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -19,20 +22,23 @@ struct Simd {
     static constexpr int kLanes = 16;
     static constexpr int kMaxTokens = 8;
     static constexpr int kMaxPlainTokens = 8;
-#if defined(__AVX512VNNI__)
-    static constexpr bool kUnsignedCodes = true;
+#if defined(__AMX_INT8__)
+    static constexpr int kCodeBytes = 4;  // of an activation
 #else
-    static constexpr bool kUnsignedCodes = false;
+    static constexpr int kCodeBytes = 2;
 #endif
     using Int = __m512i;
     using Float = __m512;
     using Bytes = __m512i;
+    using Dots = __m512i;
+    struct Codes { __m512i even, odd; };
     struct Half { const int8_t* p; };
 
-    static inline Int set_int(int32_t x) { return _mm512_set1_epi32(x); }
+    static inline Dots set_dots(int32_t x) { return _mm512_set1_epi32(x); }
     static inline Float set(float x) { return _mm512_set1_ps(x); }
     static inline Float zero() { return _mm512_setzero_ps(); }
-    static inline Half load_half(const int8_t* p) { return {p}; }
+    template <int half>
+    static inline Half load_half(const int8_t* group) { return {group + 32 * half}; }
     static inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static inline Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
     static inline Bytes high_nibbles(Bytes x) {
@@ -43,22 +49,25 @@ struct Simd {
         return _mm512_slli_epi16(_mm512_and_si512(_mm512_srli_epi16(x, shift), _mm512_set1_epi8((char)mask)), left);
     }
     static inline Bytes either(Bytes x, Bytes y) { return _mm512_or_si512(x, y); }
-    static inline Bytes flip_sign(Bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
     static inline Bytes look_up(const int8_t* table, Bytes x) {
         const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
         return _mm512_shuffle_epi8(t, x);
     }
+    template <bool kSigned>
+    static inline Codes widen(Bytes x) {
+        if constexpr (kSigned) return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
+        else return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
+    }
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, Half x) {
-        const __m512i values = _mm512_set1_epi32(four_bytes(x.p + 4 * quad));
+    static inline Dots dot(Dots total, Codes codes, Half x) {
+        total = dot_pairs(total, codes.even, _mm512_set1_epi32(two_words(x.p + 8 * quad)));
+        return dot_pairs(total, codes.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 4)));
+    }
+    static inline __m512i dot_pairs(__m512i total, __m512i codes, __m512i values) {
 #if defined(__AVX512VNNI__)
-        return _mm512_dpbusd_epi32(total, codes, values);
+        return _mm512_dpwssd_epi32(total, codes, values);
 #else
-        // Signed codes: |code| times the activation with the code's sign, so that pairs never saturate.
-        const __mmask64 negative = _mm512_movepi8_mask(codes);
-        const __m512i signed_values = _mm512_mask_sub_epi8(values, negative, _mm512_setzero_si512(), values);
-        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(codes), signed_values);
-        return _mm512_add_epi32(total, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+        return _mm512_add_epi32(total, _mm512_madd_epi16(codes, values));
 #endif
     }
     static inline Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
@@ -73,7 +82,16 @@ struct Simd {
     static inline Float round(Float x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
     static inline Float absolute(Float x) { return _mm512_abs_ps(x); }
     static inline Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
-    static inline void store_bytes(int8_t* p, Int x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
+    static inline int32_t sum(Int x) { return _mm512_reduce_add_epi32(x); }
+    static inline void store_codes(int8_t* group, int at, Int x) {
+        const __m256i words = _mm512_cvtsepi32_epi16(x);
+        _mm256_storeu_si256((__m256i*)(group + 2 * at), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
+#if defined(__AMX_INT8__)  // and its bytes, in a plane of the high and one of the low ones
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((__m128i*)(group + 64 + at), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128((__m128i*)(group + 96 + at), _mm512_cvtepi32_epi8(x));
+#endif
+    }
     static inline Float power_of_two(Int exponent) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23));
     }
@@ -104,20 +122,19 @@ struct Simd {
     static constexpr int kLanes = 8;
     static constexpr int kMaxTokens = 4;
     static constexpr int kMaxPlainTokens = 4;
-#if defined(__AVXVNNI__)
-    static constexpr bool kUnsignedCodes = true;
-#else
-    static constexpr bool kUnsignedCodes = false;
-#endif
+    static constexpr int kCodeBytes = 2;
     using Int = __m256i;
     using Float = __m256;
     using Bytes = __m256i;
+    using Dots = __m256i;
+    struct Codes { __m256i even, odd; };
     struct Half { const int8_t* p; };
 
-    static inline Int set_int(int32_t x) { return _mm256_set1_epi32(x); }
+    static inline Dots set_dots(int32_t x) { return _mm256_set1_epi32(x); }
     static inline Float set(float x) { return _mm256_set1_ps(x); }
     static inline Float zero() { return _mm256_setzero_ps(); }
-    static inline Half load_half(const int8_t* p) { return {p}; }
+    template <int half>
+    static inline Half load_half(const int8_t* group) { return {group + 32 * half}; }
     static inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
     static inline Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
     static inline Bytes high_nibbles(Bytes x) {
@@ -128,19 +145,25 @@ struct Simd {
         return _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(x, shift), _mm256_set1_epi8((char)mask)), left);
     }
     static inline Bytes either(Bytes x, Bytes y) { return _mm256_or_si256(x, y); }
-    static inline Bytes flip_sign(Bytes x) { return _mm256_xor_si256(x, _mm256_set1_epi8((char)0x80)); }
     static inline Bytes look_up(const int8_t* table, Bytes x) {
         const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
         return _mm256_shuffle_epi8(t, x);
     }
+    template <bool kSigned>
+    static inline Codes widen(Bytes x) {
+        if constexpr (kSigned) return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+        else return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
+    }
     template <int quad>
-    static inline Int dot(Int total, Bytes codes, Half x) {
-        const __m256i values = _mm256_set1_epi32(four_bytes(x.p + 4 * quad));
+    static inline Dots dot(Dots total, Codes codes, Half x) {
+        total = dot_pairs(total, codes.even, _mm256_set1_epi32(two_words(x.p + 8 * quad)));
+        return dot_pairs(total, codes.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 4)));
+    }
+    static inline __m256i dot_pairs(__m256i total, __m256i codes, __m256i values) {
 #if defined(__AVXVNNI__)
-        return _mm256_dpbusd_avx_epi32(total, codes, values);
+        return _mm256_dpwssd_avx_epi32(total, codes, values);
 #else
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(values, codes));
-        return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        return _mm256_add_epi32(total, _mm256_madd_epi16(codes, values));
 #endif
     }
     static inline Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }
@@ -155,9 +178,14 @@ struct Simd {
     static inline Float round(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static inline Float absolute(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
     static inline Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
-    static inline void store_bytes(int8_t* p, Int x) {
+    static inline int32_t sum(Int x) {
+        __m128i v = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4E));
+        return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xB1)));
+    }
+    static inline void store_codes(int8_t* group, int at, Int x) {
         const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-        _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+        _mm_storeu_si128((__m128i*)(group + 2 * at), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xD8), 0xD8));
     }
     static inline Float power_of_two(Int exponent) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
