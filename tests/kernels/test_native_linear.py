@@ -45,8 +45,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def error_bound(x: Tensor, weight: Tensor, quantized: bool) -> Tensor:
-    """Of each product: half a step of the 16-bit activations of each group times the weights of the group, and float32's
-    rounding of a sum of terms of this size. [tokens, out]"""
+    """Of each product: half a step of the 16-bit activations of each group times the weights of the group, and the
+    rounding by float32 of a sum of terms of this size. [tokens, out]"""
     x, weight = x.double().abs(), weight.double().abs()
     bound = 1e-6 * (x @ weight.T)
     if quantized:

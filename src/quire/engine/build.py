@@ -219,6 +219,7 @@ def _runner(
         max_rows=resolved.max_num_seqs,
         max_length=resolved.max_model_len,
         row_kernels=choice.row_kernels,
+        draw_tokens=choice.draw_tokens,
         max_step_tokens=resolved.max_num_batched_tokens,
         on_demand=not serving,
         capture_graphs=choice.capturable,

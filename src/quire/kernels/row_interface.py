@@ -55,6 +55,20 @@ class SampleTokens(Protocol):
     ) -> Sampled: ...
 
 
+class DrawTokens(Protocol):
+    """Draws a token for every row of a batch: min-p, top-k, top-p and the random number."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # [n, vocab] float32
+        weights: Tensor,  # [n, vocab] float32: unnormalised probabilities, whose fraction is to be cut off
+        highest: Tensor,  # [n] float32: the largest logit of each row
+        rows: Tensor,  # [n] int64
+        positions: Tensor,  # [n] int64: the index that the new token will have in its sequence
+        table: SamplingTable,
+    ) -> Tensor: ...  # [n] int64
+
+
 class LogitShaping(NamedTuple):
     """Inputs of the logit processors of a batch."""
 

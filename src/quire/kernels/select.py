@@ -23,7 +23,7 @@ from quire.kernels.cpu.usable_cores import UsableCores, usable_cores
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
 from quire.kernels.interface import Kernels, Precompiling
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.row_interface import RowKernels
+from quire.kernels.row_interface import DrawTokens, RowKernels
 
 
 class KernelChoice(NamedTuple):
@@ -32,6 +32,7 @@ class KernelChoice(NamedTuple):
     kernels: Kernels
     reason: str
     row_kernels: RowKernels | None = None  # None: sampling by tensor operations
+    draw_tokens: DrawTokens | None = None  # for sampling by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for the attention backends, on a GPU
     capturable: bool = True  # whether a step can be captured as a CUDA graph
@@ -83,7 +84,7 @@ def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None, cores: U
         # What is left to torch is small, and its own threads would spin while they wait.
         torch.set_num_threads(1)
         reason = f"the device is the CPU: native kernels for {library.name}, {_describe_threads(cores)}"
-        return KernelChoice(kernels, reason, stored_encodings=STORED_ENCODINGS)
+        return KernelChoice(kernels, reason, draw_tokens=kernels.draw_tokens, stored_encodings=STORED_ENCODINGS)
     if quantization is not None:
         raise ConfigError(
             f"quantization={quantization} needs the native CPU kernels, which cannot be used here: {why_not}. "
@@ -136,7 +137,14 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
     row_kernels = RowKernels(
         process_logits, mask_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs
     )
-    return KernelChoice(GpuKernels(backends, windows), reason, row_kernels, copy_blocks, reasons, backends.capturable)
+    return KernelChoice(
+        GpuKernels(backends, windows),
+        reason,
+        row_kernels,
+        copy_blocks=copy_blocks,
+        attention=reasons,
+        capturable=backends.capturable,
+    )
 
 
 def precompiling_for(device: str) -> Precompiling | None:

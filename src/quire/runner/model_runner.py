@@ -31,7 +31,7 @@ from quire.core.step import (
     StepResult,
 )
 from quire.kernels.interface import StepLayout
-from quire.kernels.row_interface import PADDING, RowKernels, Sampled, SamplingStage
+from quire.kernels.row_interface import PADDING, DrawTokens, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload, upload_integers
 from quire.models.interface import Model
 from quire.runner.batch import (
@@ -69,6 +69,7 @@ class ModelRunner:
         max_rows: int,
         max_length: int,
         row_kernels: RowKernels | None = None,  # with them, steps run as CUDA graphs where possible
+        draw_tokens: DrawTokens | None = None,
         max_step_tokens: int = 0,  # prompt tokens of a captured step, beside its decoding rows
         on_demand: bool = False,  # capture a missing shape between steps, when the capture policy says so
         capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
@@ -78,7 +79,7 @@ class ModelRunner:
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
-        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, row_kernels)
+        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, row_kernels, draw_tokens)
         self._pools = Pools()
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs

@@ -26,8 +26,13 @@ def token_weights(
     temperature: Tensor,  # [n] float64, above 0
 ) -> Tensor:  # [n, vocab] int64, the largest of each row is ONE
     """Softmax at a temperature, up to its denominator. The largest exponent is 0, so nothing can overflow."""
+    return unrounded_weights(logits, highest, temperature).long()
+
+
+def unrounded_weights(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:  # [n, vocab] float32
+    """`token_weights` before the fraction is cut off."""
     exponents = (logits - highest[:, None]).div_(temperature.float()[:, None])
-    return exponents.exp_().mul_(ONE).long()
+    return exponents.exp_().mul_(ONE)
 
 
 def drop_unlikely(

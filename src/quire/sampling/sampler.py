@@ -19,9 +19,17 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, RowStart
-from quire.kernels.row_interface import PADDING, EndColumns, LogitShaping, RowKernels, Sampled, SamplingStage
+from quire.kernels.row_interface import (
+    PADDING,
+    DrawTokens,
+    EndColumns,
+    LogitShaping,
+    RowKernels,
+    Sampled,
+    SamplingStage,
+)
 from quire.kernels.transfers import HostCopy, PinnedUpload, upload
-from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
+from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform, unrounded_weights
 from quire.sampling.logit_processors import (
     MASK_BITS,
     BadWords,
@@ -57,8 +65,10 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         row_kernels: RowKernels | None = None,  # None: a chain of tensor operations
+        draw_tokens: DrawTokens | None = None,  # for its end; None: tensor operations too
     ) -> None:
         self._max_rows = max_rows
+        self._draw_tokens = draw_tokens
         self._row_kernels = row_kernels
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
         self._masks = self._mask_lines(1)
@@ -111,12 +121,24 @@ class Sampler:
             if masks is not None or self._rows.union(batch.host_rows) & LOGIT_PROCESSORS:
                 logits = self._process_logits_fused(logits, batch, masks)
             return self.sample_with_kernels(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
-        processed, tokens, highest, finite = self._best(logits, batch, masks)
         random = self._rows.subset(batch, SamplingFeature.RANDOM)
+        if random is not None and random.whole and self._draw_tokens is not None:
+            return self._draw_all(logits, batch, masks)
+        processed, tokens, highest, finite = self._best(logits, batch, masks)
         if random is not None:
             drawn = self._draw(random.of(processed), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
         return Sampled(torch.where(finite, tokens, 0), finite)
+
+    def _draw_all(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Sampled:
+        """`sample` where every row is random: no row's likeliest token is needed, only its logit."""
+        highest = logits.amax(-1)
+        finite = torch.isfinite(highest)
+        processed = self._process_logits(logits, batch, masks)
+        if processed is not logits:
+            highest = processed.amax(-1)
+            finite &= torch.isfinite(highest)
+        return Sampled(torch.where(finite, self._draw(processed, highest, batch), 0), finite)
 
     def features(self, rows: IntArray) -> SamplingFeature:
         """What these rows need beside the likeliest token."""
@@ -290,6 +312,9 @@ class Sampler:
 
     def _draw_slice(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
         rows = self._rows
+        if self._draw_tokens is not None:
+            weights = unrounded_weights(logits, highest, rows.temperature.index_select(0, batch.rows))
+            return self._draw_tokens(logits, weights, highest, batch.rows, batch.positions, rows.table)
         chance = uniform(rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions)
         return draw(self._weigh(logits, highest, batch), chance)
 

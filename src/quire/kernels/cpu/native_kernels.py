@@ -22,6 +22,7 @@ from quire.kernels.cpu.native_library import (
     NativeModel,
     NativeProfile,
     NativeRowColumns,
+    NativeSamplingColumns,
     NativeStep,
     NativeTables,
     PackedFormat,
@@ -38,7 +39,7 @@ from quire.kernels.interface import (
     StepLayout,
     Weight,
 )
-from quire.kernels.row_interface import EndColumns, RowColumns
+from quire.kernels.row_interface import EndColumns, RowColumns, SamplingTable
 
 _KV_FORMATS = {
     torch.float32: PackedFormat.FLOAT32,
@@ -143,6 +144,30 @@ class NativeKernels:
             self.workspace, gate_up.data_ptr(), len(gate_up), width, _ACTIVATIONS[activation], output.data_ptr()
         )
         return output
+
+    def draw_tokens(
+        self, logits: Tensor, weights: Tensor, highest: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable
+    ) -> Tensor:
+        """`DrawTokens`: a thread for each row."""
+        logits, weights, highest, rows, positions = (
+            each.contiguous() for each in (logits, weights, highest, rows, positions)
+        )
+        columns = NativeSamplingColumns(
+            table.integers.data_ptr(), table.floats.data_ptr(), table.integers.stride(0), table.floats.stride(0)
+        )
+        tokens = torch.empty_like(rows)
+        self._call.quire_draw(
+            self.workspace,
+            logits.data_ptr(),
+            weights.data_ptr(),
+            highest.data_ptr(),
+            *logits.shape,
+            rows.data_ptr(),
+            positions.data_ptr(),
+            ctypes.byref(columns),
+            tokens.data_ptr(),
+        )
+        return tokens
 
     def plan(self, layout: StepLayout, block_size: int) -> "NativeAttention":
         return NativeAttention(self, layout)

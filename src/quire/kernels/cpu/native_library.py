@@ -226,6 +226,17 @@ class NativeTables(Structure):
     )
 
 
+class NativeSamplingColumns(Structure):
+    """The columns of `SamplingTable`."""
+
+    _fields_ = (
+        ("integers", c_void_p),
+        ("floats", c_void_p),
+        ("integers_stride", c_int64),
+        ("floats_stride", c_int64),
+    )
+
+
 class NativeProfile(Structure):
     """Nanoseconds by kind of work."""
 
@@ -260,6 +271,13 @@ _FUNCTIONS = {
         (
             *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
             *(c_void_p, c_int32, c_void_p, c_void_p),
+        ),
+    ),
+    "quire_draw": (
+        None,
+        (
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32),
+            *(c_void_p, c_void_p, POINTER(NativeSamplingColumns), c_void_p),
         ),
     ),
     "quire_profile": (None, (c_void_p, POINTER(NativeProfile))),

@@ -1,5 +1,6 @@
 // The functions that Python calls. Pointers are to memory that the caller keeps.
 #include "decode_step.h"
+#include "draw.h"
 
 using namespace quire;
 
@@ -82,6 +83,17 @@ EXPORT void quire_decode(void* workspace, const Model* model, const Tables* tabl
     if (outcome) decode.run_greedy(rows, count, *step, outcome);
     else decode.run_logits(rows, count, *step, logits);
     w.control.after(w.pool);
+}
+
+// A token for each row. logits, weights: [count, vocab]; highest, rows, positions, tokens: [count].
+EXPORT void quire_draw(void* workspace, const float* logits, const float* weights, const float* highest, int32_t count, int32_t vocab,
+                       const int64_t* rows, const int64_t* positions, const SamplingColumns* columns, int64_t* tokens) {
+    static_cast<Workspace*>(workspace)->pool.run(count, [&](int i, int) {
+        const int64_t* integers = columns->integers + rows[i] * columns->integers_stride;
+        const double* floats = columns->floats + rows[i] * columns->floats_stride;
+        TokenDraw draw(logits + (int64_t)i * vocab, weights + (int64_t)i * vocab, vocab, highest[i], floats[0], floats[2]);
+        tokens[i] = draw.draw(chance_of(integers[0], integers[1], positions[i]), integers[2], floats[1]);
+    });
 }
 
 EXPORT void quire_profile(void* workspace, Profile* out) {
