@@ -1,5 +1,7 @@
 """The launch cache: which launches go straight to a compiled kernel."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.compiler import CompiledKernel
@@ -9,14 +11,22 @@ from quire.kernels.gpu.launch import launch
 
 
 class Compiled(CompiledKernel):
-    """Notes what it is launched with, and on which grid."""
+    """Notes what its launcher is called with: the grid and the arguments. The code is "function", with no metadata."""
+
+    function, packed_metadata = "function", ()
 
     def __init__(self) -> None:
         self.module = None  # never loaded
         self.launched: list[tuple[object, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, int, int]):
-        return lambda *args: self.launched.append((grid, *args))
+    @property
+    def run(self):
+        def start(x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args):
+            assert (stream, function, metadata) == ("stream", "function", ())
+            assert launch_metadata is enter_hook is exit_hook is None
+            self.launched.append(((x, y, z), *args))
+
+        return start
 
 
 class Kernel:
@@ -38,6 +48,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launch_module, "_cache", {})
+    active = SimpleNamespace(get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
     return Kernel()
 
 

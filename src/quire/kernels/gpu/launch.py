@@ -38,7 +38,7 @@ _MAX_CACHED = 10_000  # signatures in the cache
 _OUT_OF_MEMORY = "out of memory"  # in Triton's error
 # Fused multiply-add, unless a kernel turns it off. Explicit here: Triton's default changes with 3.10.
 _FP_FUSION = {"enable_fp_fusion": True}
-_ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, one for others
+_ALIGNMENT = 16  # Triton compiles one variant for pointers and integers that are multiples of it, one for others
 
 
 class _Descriptor(Protocol):
@@ -52,7 +52,7 @@ class _Descriptor(Protocol):
 class _DryRun(NamedTuple):
     """Launches seen in a dry run."""
 
-    variants: set[Hashable]  # at least as fine as Triton's own specialization
+    variants: set[Hashable]
     kernels: set[KernelInterface[object]]
 
 
@@ -72,10 +72,16 @@ def dry_run_launches(kernels: set[KernelInterface[object]] | None = None) -> Ite
 
 
 class _CachedKernel(NamedTuple):
-    """A compiled kernel, with its constants in the order of its parameters."""
+    """A compiled kernel that is loaded on a device, with its constants in the order of its parameters."""
 
     compiled: CompiledKernel
     constants: tuple[object, ...]
+
+    def launch(self, grid: tuple[int, ...], device: int, args: tuple[object, ...]) -> None:
+        """As `compiled[grid](*args, *constants)` does, without a profiler's hooks, which take longer than the rest."""
+        x, y, z = (*grid, 1, 1)[:3]
+        kernel, stream = self.compiled, driver.active.get_current_stream(device)
+        kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self.constants)
 
 
 _cache: dict[Hashable, _CachedKernel] = {}
@@ -87,16 +93,14 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
     if dry_run is not None:
         _dry_run(dry_run, kernel, grid, args, constants)
         return
-    # Each kernel has one call site: an argument has one type, and constants come in one order.
-    key = (
-        id(kernel),
-        torch.cuda.current_device() if torch.cuda.is_initialized() else -1,  # a compiled kernel is loaded on one device
-        *[arg if type(arg) is int else _signature(arg) for arg in args],
-        *constants.values(),
-    )
+    # Each kernel has one call site: an argument has one type, and constants come in one order. A compiled kernel is
+    # loaded on one device.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    signature = [arg if type(arg) is int else _signature(arg) for arg in args]
+    key = (id(kernel), device, *signature, *constants.values())
     found = _cache.get(key)
     if found is not None:
-        found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
+        found.launch(grid, device, args)
         return
     try:
         compiled = kernel[grid](*args, **_FP_FUSION | constants)
@@ -113,11 +117,16 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
 def _signature(arg: object) -> Hashable:
     """Everything of an argument that a compilation can depend on; of numbers their value."""
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
+        return arg.dtype if arg.data_ptr() % _ALIGNMENT == 0 else (arg.dtype, False)
     if arg is None or isinstance(arg, int | float):
         return arg
     descriptor = cast(_Descriptor, arg)  # an isinstance check takes ten times as long as all else here
     return descriptor.base.dtype, tuple(descriptor.block_shape)
+
+
+def _specialization(arg: object) -> Hashable:
+    """What a compilation depends on, as Triton sees it: of integers only this."""
+    return (arg == 1, arg % _ALIGNMENT == 0, arg.bit_length() > 31) if type(arg) is int else _signature(arg)
 
 
 def _dry_run(
@@ -127,7 +136,7 @@ def _dry_run(
     args: tuple[object, ...],
     constants: dict[str, object],
 ) -> None:
-    variant = (id(kernel), *map(_signature, args), *constants.items())
+    variant = (id(kernel), *map(_specialization, args), *constants.items())
     if variant not in dry_run.variants:  # most repeat earlier layers, and a warmup takes a millisecond
         dry_run.variants.add(variant)
         dry_run.kernels.add(kernel)

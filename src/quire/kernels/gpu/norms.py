@@ -1,5 +1,6 @@
 """RMSNorm, alone or fused with the residual addition before it, in one pass. Does not depend on a model."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class _NormTiles(NamedTuple):
     num_warps: int
 
 
+@cache
 def _tiles(width: int) -> _NormTiles:
     assert width <= _WIDEST, f"rows of {width} numbers; the widest that a program holds have {_WIDEST}"
     padded = next_power_of_2(width)

@@ -203,7 +203,8 @@ def decode_attention(
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
     scratch = scratch or decode_scratch(query, kv_heads, splits)
-    assert scratch.holds(len(splits) * heads, len(splits) * kv_heads, dim), splits.shape
+    num_splits = splits.shape[0]
+    assert scratch.holds(num_splits * heads, num_splits * kv_heads, dim), splits.shape
     group = heads // kv_heads
     group_tight, dim_padded = next_power_of_2(group), max(_SMALLEST_DOT, next_power_of_2(dim))
     group_padded = max(_SMALLEST_DOT, group_tight)
@@ -212,7 +213,7 @@ def decode_attention(
     rates = SoftmaxScale.of(rule)
     begin, constants = (launch_with_pdl, {}) if pdl else (launch, {"PDL": False})
     begin(
-        _decode_kernel, (len(splits) * kv_heads,),
+        _decode_kernel, (num_splits * kv_heads,),
         query, kv_layer, tables, splits, output,
         scratch.partials, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),

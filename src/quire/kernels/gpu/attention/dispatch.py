@@ -105,7 +105,7 @@ class GpuAttention:
         backend = self._backend_chunks
         if backend is not None and backend.takes(kv_layer):
             backend.attend(query[first:], kv_layer, rule, output[first:])
-        elif first < min(num_tokens, len(self._layout.context_lengths)):
+        elif first < min(num_tokens, self._layout.context_lengths.shape[0]):
             self._attend_chunks(query, kv_layer, rule, output)
         return output
 
@@ -134,7 +134,7 @@ class GpuAttention:
         """False: not supported, and nothing was launched."""
         first, is_gathered = self._num_decodes, workspace is not None
         if self._hopper is None or not self._hopper.takes(
-            query, kv_layer, rule, len(query) - first, gathered=is_gathered
+            query, kv_layer, rule, query.shape[0] - first, gathered=is_gathered
         ):
             return False
         if self._items is None:
@@ -161,7 +161,7 @@ class GpuAttention:
     def _is_long(self, query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule) -> bool:
         """Whether there is one chunk, long enough that gathering its keys costs little beside its matmuls."""
         num_tokens, heads, dim = query.shape
-        if len(tables) > 1 or num_tokens - self._num_decodes < _MIN_GATHERED:
+        if tables.shape[0] > 1 or num_tokens - self._num_decodes < _MIN_GATHERED:
             return False
         regular = is_gatherable(dim, heads // kv_layer.shape[3], kv_layer.element_size())
         return regular and rule.window == 0 and ContextCopy.fits(kv_layer, tables[0])
@@ -170,7 +170,8 @@ class GpuAttention:
         rows, heads, dim = query.shape
         self._split_for(rule.window, kv_layer)
         splits, kv_heads = self._splits[rule.window], kv_layer.shape[3]
-        if self._scratch is None or not self._scratch.holds(len(splits) * heads, len(splits) * kv_heads, dim):
+        num_splits = splits.shape[0]
+        if self._scratch is None or not self._scratch.holds(num_splits * heads, num_splits * kv_heads, dim):
             self._scratch = decode_scratch(query, kv_heads, splits)
         tables, tiles = self._layout.tables[:rows], decode_tiles(rows, kv_layer)
         pdl = self._settled == len(self._splits)

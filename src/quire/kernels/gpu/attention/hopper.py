@@ -491,7 +491,7 @@ def hopper_attention(
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
     flat = pages.as_strided((num_rows, side_columns + kv_heads * width), (slot_stride, 1))
     registers = (3 * _REGISTERS - tiles.loader_registers) // 2 // 8 * 8
-    total = len(items) * kv_heads
+    total = items.shape[0] * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
         tensor_descriptor(query, HALF_ROWS.value // group, group, dim) if is_packed else query,

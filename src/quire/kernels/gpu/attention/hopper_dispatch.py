@@ -86,4 +86,4 @@ def _has_pages(kv_layer: Tensor, rule: AttentionRule) -> bool:
     block_stride, side_stride, slot_stride, head_stride, _ = kv_layer.stride()
     whole_rows = block_stride % slot_stride == 0 and side_stride % slot_stride == 0
     is_aligned = kv_layer.data_ptr() % 16 == 0 and head_stride == kv_layer.shape[4]
-    return whole_rows and is_aligned and len(kv_layer) * (block_stride // slot_stride) < _MAX_ROWS
+    return whole_rows and is_aligned and kv_layer.shape[0] * (block_stride // slot_stride) < _MAX_ROWS

@@ -51,7 +51,7 @@ class HopperGemm:
         return PartialSums(output, x.dtype) if output is not None and output.dim() == 3 else output
 
     def _split(self, x: Tensor, weight: Tensor, bias: Tensor | None, may_split: bool) -> GemmSplit | None:
-        if len(x) > MAX_ROWS or self._is_broken or weight.dtype not in _DTYPES or x.dtype is not weight.dtype:
+        if x.shape[0] > MAX_ROWS or self._is_broken or weight.dtype not in _DTYPES or x.dtype is not weight.dtype:
             return None
         out_width, in_width = weight.shape
         if (
@@ -63,7 +63,7 @@ class HopperGemm:
         is_regular = x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())
         if not is_regular or x.data_ptr() % _ALIGNMENT or weight.data_ptr() % _ALIGNMENT:
             return None
-        return split_gemm(len(x), in_width, out_width, self._num_sms, may_split)
+        return split_gemm(x.shape[0], in_width, out_width, self._num_sms, may_split)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: GemmSplit) -> Tensor | None:
         try:

@@ -190,7 +190,7 @@ def ring_gemm(
     how: GemmSplit,
 ) -> Tensor:
     """[rows, out], as x; or [splits, rows, out] float32."""
-    num_rows, out_width = len(x), weight.shape[0]
+    num_rows, out_width = x.shape[0], weight.shape[0]
     shape = (how.splits, num_rows, out_width) if how.splits > 1 else (num_rows, out_width)
     output = torch.empty(shape, dtype=torch.float32 if how.splits > 1 else x.dtype, device=x.device)
     # Per thread: only what the accumulators need, so that programs of two kernels fit on an SM (PDL).
