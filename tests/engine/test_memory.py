@@ -24,11 +24,22 @@ sizes = st.integers(0, 10**12)
 
 
 @given(sizes, sizes, sizes, sizes, sizes, sizes)
-def test_the_ledger_adds_up(weights: int, kv: int, recorded: int, other: int, workspace: int, free: int) -> None:
-    total = weights + kv + recorded + other + free
-    ledger = account_memory(weights=weights, kv=kv, recorded=recorded, workspace=workspace, free=free, total=total)
-    assert ledger.weights + ledger.kv + ledger.recorded + ledger.other + ledger.workspace + ledger.free == total
+def test_the_ledger_adds_up(weights: int, kv: int, graphs: int, other: int, workspace: int, free: int) -> None:
+    total = weights + kv + graphs + other + free
+    ledger = account_memory(weights=weights, kv=kv, graphs=graphs, workspace=workspace, free=free, total=total)
+    assert ledger.weights + ledger.kv + ledger.graphs + ledger.other + ledger.workspace + ledger.free == total
     assert ledger.other == other and ledger.workspace == min(workspace, free)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_graphs_captured_later_are_taken_from_what_was_free(
+    at_ready: int, more: int, workspace: int, free: int
+) -> None:
+    ledger = MemoryUsage(weights=5, graphs=at_ready, workspace=workspace, free=free)
+    later = ledger.with_graphs(at_ready + more)
+    assert later.graphs == at_ready + more and later.free == max(free - more, 0) and later.weights == 5
+    assert later.workspace == max(min(workspace, workspace + free - more), 0)
+    assert ledger.with_graphs(0) == ledger, "an engine that has said nothing yet"
 
 
 def test_zero_entries_are_not_reported() -> None:

@@ -118,7 +118,9 @@ MESSAGES = {
     Refused: st.builds(Refused, st.none() | NUMBER, st.builds(QueueFull, NUMBER, NUMBER, TEXT)),
     Accepted: st.builds(Accepted, NUMBER, NUMBER, NUMBER),
     StepOutput: STEP_OUTPUT,
-    EngineStats: st.builds(EngineStats, **dict.fromkeys((f.name for f in fields(EngineStats)[:-1]), NUMBER)),
+    EngineStats: st.builds(
+        EngineStats, **{f.name: SECONDS if f.name.endswith("_s") else NUMBER for f in fields(EngineStats)[:-1]}
+    ),
     QueryReply: st.builds(QueryReply, NUMBER, st.binary(max_size=8)),
     Heartbeat: st.builds(Heartbeat, SECONDS, SECONDS),
 }

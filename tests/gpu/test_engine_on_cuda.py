@@ -18,6 +18,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import KernelChoice, select_kernels
 from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
+from quire.runner.graph_shapes import CapturePolicy
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
@@ -42,15 +43,28 @@ def run(
     params: Callable[[int], SamplingParams],
     choice: KernelChoice | None,
     count: int = 24,
+    *,
+    on_demand: bool = False,
 ) -> tuple[list[list[int]], int]:
-    """What so many requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed."""
+    """What so many requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed. On demand: only
+    the first shapes are captured before, the others between steps, each when it is first missed."""
     model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     stores.device.fill_(torch.nan)  # nothing that was not written is read
     row_kernels = None if choice is None else choice.row_kernels
-    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, row_kernels=row_kernels)
-    while not runner.prepared:
+    runner = ModelRunner(
+        model,
+        stores,
+        max_rows=ROWS,
+        max_length=LENGTH,
+        row_kernels=row_kernels,
+        max_step_tokens=96 if on_demand else 0,
+        capture_share=float(on_demand),
+    )
+    while not runner.prepared if not on_demand else runner.launches.captured < runner.num_first:
         runner.prepare()
+    if on_demand:
+        runner.step_times()
     door = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=96)
     front = LocalClient(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
@@ -86,6 +100,19 @@ def test_graphs_eager_steps_and_reference_agree(shape: str, params: Callable, ch
     built, none = run(spec, choice.kernels, params, None)
     assert count > 10 and none == 0
     assert replayed == built
+
+
+@pytest.mark.parametrize("params", [greedy, mixed])
+def test_graphs_captured_between_steps_in_flight_agree(
+    params: Callable, choice: KernelChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up of the first model has loaded what the second captures without one."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(CapturePolicy, "is_worth_capturing", lambda policy, step, ran_as, missing: True)
+    spec = SHAPES["qwen3-0.6b"]
+    built, _ = run(spec, choice.kernels, params, None)
+    replayed, count = run(spec, choice.kernels, params, choice, on_demand=True)
+    assert count > 10 and replayed == built
 
 
 def test_the_reference_kernels_generate_the_same(choice: KernelChoice) -> None:

@@ -115,7 +115,7 @@ def test_attention_fits_gpus_with_less_shared_memory_than_hopper(apart: dict[str
 @pytest.mark.parametrize(
     "its_kernels", [{"_prefill_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )
-def test_the_dry_run_covers_all_kernels_of_the_early_cuda_graphs(apart: dict[str, Any], its_kernels: set[str]) -> None:
+def test_the_dry_run_covers_all_kernels_of_all_cuda_graphs(apart: dict[str, Any], its_kernels: set[str]) -> None:
     told = apart["on hopper"] if "_hopper_kernel" in its_kernels else apart
     few, everything = told["few"], told["all"]
     assert set(few) == set(everything)

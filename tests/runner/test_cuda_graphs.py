@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.ids import Row
+from quire.core.ids import RequestId, Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
@@ -222,7 +222,7 @@ def answers(
         max_length=128,
         row_kernels=row_kernels,
         max_step_tokens=24,
-        on_demand=True,
+        capture_share=1.0,
         capture_graphs=capture_graphs,
     )
     for _ in range(first):
@@ -306,6 +306,7 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
     """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
     monkeypatch.setattr(GraphCapturer, "capture", lambda recorder, work: (work(), work)[1])
     monkeypatch.setattr(graphs, "seconds_of", lambda replay, device: 1.0)
+    monkeypatch.setattr(CapturePolicy, "is_worth_capturing", lambda policy, step, ran_as, missing: True)
     monkeypatch.setattr(CapturePolicy, "is_faster_eager", lambda policy, step, shape: False)
     few, some = answers(REFERENCE_ROW_KERNELS, first=4)
     many, most = answers(REFERENCE_ROW_KERNELS)
@@ -314,46 +315,149 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
     assert grown == answers(None, GROWING)[0]
 
 
-def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> None:
-    policy = CapturePolicy(lambda: 0.0)
-    missing = [StepSize(4), StepSize(2), StepSize(4, 1, 8), StepSize(4, 2, 8)]
-    policy.note_capture(StepSize(8), 9.0)
-    policy.note_capture(StepSize(1), 1.0)
-    assert policy.shape_to_capture(StepSize(2), StepSize(8), missing) is None, "what a token costs is not known"
-    policy.token_s = 0.125
-    assert policy.shape_to_capture(StepSize(2), StepSize(8), missing) is None, "0.75 s; a capture takes 1.25"
-    assert policy.shape_to_capture(StepSize(3), StepSize(8), missing) is None, "0.5 s, of another"
-    assert policy.shape_to_capture(StepSize(1), StepSize(8), missing) == StepSize(2), "1.5 s"
-    assert policy.shape_to_capture(StepSize(8), StepSize(8), missing) is None
-    chunk = StepSize(3, 1, 3)
-    assert policy.shape_to_capture(chunk, None, missing) is None, "no such was recorded: its cost is not known"
-    policy.note_capture(StepSize(4, 1, 16), 2.0)
-    tries = [policy.shape_to_capture(chunk, None, missing) for _ in range(14)]
-    assert tries == [None] * 13 + [StepSize(4, 1, 8)], "1.75 s instead of 1.5 each time; 2 s, and 1.5"
-    assert policy.shape_to_capture(StepSize(1, 1, 1), None, missing) is None, (
-        "1.25 s, and 1.5 in that shape: it would still be built"
+class Clock:
+    """Says what it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 5.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_busy_server_captures_what_its_steps_lack_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never idle, a new request for each that ends, and a small share of the time for captures. The times are made up:
+    a step takes 2 to 20 ms, a capture 40 ms, and the engine takes a turn every 20 ms."""
+    seconds = iter([0.002, 0.020])  # of one row, and of the largest step
+    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device: next(seconds))
+    noted = CapturePolicy.note_capture
+    monkeypatch.setattr(CapturePolicy, "note_capture", lambda policy, shape, seconds: noted(policy, shape, 0.040))
+    model, clock = OracleModel(300), Clock()
+    stores = new_store(model.kv_geometry, 256, 4, CPU)
+    runner = ModelRunner(
+        model, stores, max_rows=5, max_length=128, row_kernels=REFERENCE_ROW_KERNELS, max_step_tokens=24,
+        capture_share=0.15,
+    )  # fmt: skip
+    assert runner._graphs is not None
+    runner._graphs._policy = CapturePolicy(0.15, clock)
+    for _ in range(3):  # two decodes, and a step with chunks
+        runner.prepare()
+    assert runner.step_times() is not None
+    scheduler = Scheduler(KVManager(256, 4, 5), max_rows=5, max_step_tokens=24)
+    engine = Engine(
+        scheduler, runner, RequestValidator(300, (), 128, 5, 256, 4), depth=1, seed=0, clock=clock, preparing=runner
     )
+    front = LocalClient(engine, None)
+    params = [SamplingParams(temperature=0, max_tokens=5 + 3 * place) for place in range(4)]
+    open_tickets = [front.submit([7, 3, place], params[place]) for place in range(4)]
+    captured, eager = [], []
+    for turn in range(600):
+        front.step()
+        clock.now_s += 0.020
+        assert not engine.idle
+        for place, ticket in enumerate(open_tickets):
+            if ticket.finished:
+                open_tickets[place] = front.submit([(turn + i) % 300 for i in range(1 + turn % 20)], params[place])
+        captured.append(engine.launches.captured)
+        eager.append(engine.launches.eager)
+    assert captured[-1] > captured[0] + 1, "those that these steps lacked"
+    assert captured[400] == captured[-1] and not runner.prepared, "and no others"
+    assert eager[-1] == 0 and engine.launches.replayed > 500
+    slow = [step for step, seconds in engine.launches.slow]
+    assert len(slow) == captured[-1] - captured[0] and all(seconds > 0 for _, seconds in engine.launches.slow)
+    told = engine.explain(RequestId(open_tickets[0].number))
+    assert told.slow_steps.num_steps == len([step for step in slow if step in told.running_steps(10**9)])
 
 
-def test_a_step_is_built_where_that_takes_less_than_a_shape_that_is_too_large() -> None:
-    now_s = 5.0
-    policy = CapturePolicy(lambda: now_s)
-    step, padded = StepSize(3, 1, 13), StepSize(3, 1, 14)
-    policy.note_capture(StepSize(4, 1, 16), 2.0)
-    assert not policy.is_faster_eager(step, StepSize(90, 1, 13)), "what a token costs is not known"
+def policy_of(share: float = 1.0, capture_s: float = 2.0) -> tuple[CapturePolicy, Clock]:
+    """One that knows what captures take, and that a token takes 0.125 s; a step takes at least half a second."""
+    clock = Clock()
+    policy = CapturePolicy(share, clock)
+    policy.note_capture(StepSize(4, 1, 16), 9.0)
+    policy.note_capture(StepSize(4, 1, 16), capture_s)
     policy.decode_s, policy.token_s = 0.5, 0.125
-    assert not policy.is_faster_eager(step, StepSize(3, 1, 21)), "3 s, and 2 with 1 in which the host builds it"
-    assert policy.is_faster_eager(step, StepSize(3, 1, 22))
+    return policy, clock
+
+
+def worth(policy: CapturePolicy, step: StepSize, ran_as: StepSize | None, missing: StepSize, times: int) -> list[bool]:
+    return [policy.is_worth_capturing(step, ran_as, missing) for _ in range(times)]
+
+
+def test_regrets_add_up_by_shape_until_they_reach_the_pause() -> None:
+    policy, clock = policy_of()
+    step, large, fine = StepSize(3, 1, 13), StepSize(8, 1, 16), StepSize(4, 1, 16)
+    assert not policy.is_worth_capturing(step, large, StepSize(8, 1, 16)), "it would save nothing"
+    assert worth(policy, step, large, fine, 4) == [False, False, False, True], "0.5 s each; a capture pauses for 2 s"
+    clock.now_s += 9.0
+    other = StepSize(4, 1, 12)
+    assert worth(policy, StepSize(1, 1, 12), fine, other, 3) == [False] * 3, "0.5 s each, of another"
+
+
+def test_nothing_is_captured_before_its_cost_is_known() -> None:
+    policy = CapturePolicy(1.0, lambda: 0.0)
+    step, missing = StepSize(3, 1, 13), StepSize(4, 1, 16)
+    policy.note_capture(missing, 1.0)
+    assert not policy.is_worth_capturing(step, None, missing), "what a token costs is not known"
+    policy.token_s = 0.125
+    assert not policy.is_worth_capturing(StepSize(3), StepSize(90), StepSize(4)), "no decode was captured"
+
+
+def test_a_step_that_no_shape_holds_pays_for_the_capture_at_once_where_the_host_is_slower() -> None:
+    policy, _ = policy_of(capture_s=6.0)
+    step, missing = StepSize(3, 1, 13), StepSize(4, 1, 16)
+    assert worth(policy, step, None, missing, 2) == [False, True], "it computes for 2.5 s; launches take 6"
+    policy, _ = policy_of(capture_s=6.0)
+    policy.note_launch(StepSize(0, 1, 20))
+    assert policy.is_worth_capturing(step, None, missing), "the device is busy for 2.5 s, which hides as much"
+    policy, _ = policy_of(capture_s=6.0)
+    policy.note_launch(StepSize(0, 1, 48))
+    assert policy.is_worth_capturing(step, None, StepSize(3, 1, 13)), "hidden altogether: it costs nothing"
+    assert not policy.is_worth_capturing(step, None, missing), "and a shape with padding gains nothing"
+
+
+def test_captures_pause_steps_for_a_bounded_share_of_the_time() -> None:
+    """By the clock alone: in 100 s, of 15 % and what may come at once."""
+    clock = Clock()
+    policy = CapturePolicy(0.15, clock)
+    policy.note_capture(StepSize(4, 1, 16), 0.02)
+    policy.decode_s, policy.token_s = 0.004, 20e-6
+    captured = 0
+    for turn in range(10_000):
+        clock.now_s += 0.01
+        missing = StepSize(4, 1, 100 + turn % 50)
+        for _ in range(9):  # enough to regret it
+            policy._lost_s[missing] += 1.0
+        captured += policy.is_worth_capturing(StepSize(4, 1, 100), StepSize(4, 1, 300), missing)
+    per_capture_s = 0.02 - 20e-6 * 150
+    assert captured * per_capture_s <= 0.15 * 100 + 0.1 + 0.02
+    assert captured * 0.02 > 0.15 * 100 * 0.8, "and they do come"
+
+
+def test_the_share_is_not_charged_where_the_step_becomes_no_longer() -> None:
+    policy, _ = policy_of(share=0.001, capture_s=2.0)
+    step, huge = StepSize(3, 1, 13), StepSize(40, 1, 16)
+    for tokens in range(14, 30):
+        assert policy.is_worth_capturing(step, huge, StepSize(3, 1, tokens)), "7 s, or a pause of 2 s and 2 to 4 s"
+    fine = StepSize(4, 1, 16)
+    assert worth(policy, step, StepSize(8, 1, 16), fine, 4) == [False] * 3 + [True], "a step of 3 s takes 4.5"
+    assert not any(worth(policy, step, StepSize(8, 1, 16), StepSize(3, 1, 16), 9)), "not twice"
+
+
+def test_an_eager_step_counts_with_its_launches_unless_they_are_hidden() -> None:
+    policy, clock = policy_of()
+    step, padded = StepSize(3, 1, 3), StepSize(3, 1, 14)
+    fresh = CapturePolicy(1.0, clock)
+    assert not fresh.is_faster_eager(step, StepSize(90, 1, 13)), "what a token costs is not known"
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 13)), "2 s as a replay, and 2 s of launches"
+    assert policy.is_faster_eager(step, padded)
+    policy.note_launch(StepSize(1, 1, 14))
+    assert policy.is_faster_eager(step, padded), "1.875 s: the device is not busy for all of the launches"
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 13))
     policy.note_launch(StepSize(1))
-    assert not policy.is_faster_eager(step, StepSize(3, 1, 17)), "2.5 s: the decode hides half a second of launches"
-    assert policy.is_faster_eager(step, StepSize(3, 1, 18))
-    policy.note_launch(StepSize(0, 1, 8))
-    assert policy.is_faster_eager(step, padded), "nobody waits for the host"
+    assert policy.is_faster_eager(step, StepSize(3, 1, 5)), "nothing waits for the host"
     assert not policy.is_faster_eager(step, step)
-    now_s += 1.0
-    assert not policy.is_faster_eager(step, StepSize(3, 1, 17)), "half a second is left"
-    policy.note_idle()
-    assert not policy.is_faster_eager(step, StepSize(3, 1, 21))
+    clock.now_s += 1.0
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 13)), "no longer busy for long enough"
     assert not policy.is_faster_eager(StepSize(3), StepSize(90)), "decodes are replayed"
 
 

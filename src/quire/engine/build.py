@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import EngineConfig, MachineInfo, ResolvedConfig, resolve, resolve_dtype
+from quire.config import GIB, EngineConfig, MachineInfo, ResolvedConfig, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
@@ -73,6 +74,7 @@ class Precompilation:
             reporter.done("kernels", finish().describe())
 
 
+_SERVING_CAPTURE_SHARE = 0.15  # of the time, in which captures between steps may pause steps of a server; never tuned
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -157,7 +159,6 @@ def build(
     stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
     runner = _runner(model, stores, resolved, choice, serving)
     reporter.done("kv cache", _describe_cache(resolved))
-    before = inspect(device)
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
             _load_weights(unfilled, to_preload)
@@ -165,11 +166,11 @@ def build(
             reporter.done("weights", usage.describe())
     warm_up(model, stores)
     reporter.done("warm-up", choice.reason)
-    step_times = _step_times(model, stores, runner, choice, reporter, serving)
+    step_times = _step_times(model, stores, runner, choice, reporter)
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
-    memory = _memory_usage(usage.num_bytes, resolved, before, inspect(device))
+    memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
     reporter.done("memory", memory.describe())
     client = LocalClient(engine, tokenizer)
     return BuiltEngine(
@@ -178,7 +179,10 @@ def build(
 
 
 def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:
-    """Start precompilation, if the device has kernels to compile. Takes about a second, while the model is located."""
+    """Start precompilation, if the device has kernels to compile. Takes about a second, while the model is located; the
+    device's context is created meanwhile."""
+    if device.type != "cpu":
+        Thread(target=partial(torch.empty, 1, device=device), name="quire-context").start()
     compiling = precompiling_for(device.type)
     if compiling is None:
         return None
@@ -221,7 +225,8 @@ def _runner(
         row_kernels=choice.row_kernels,
         draw_tokens=choice.draw_tokens,
         max_step_tokens=resolved.max_num_batched_tokens,
-        on_demand=not serving,
+        capture_share=_SERVING_CAPTURE_SHARE if serving else 1.0,
+        kept_bytes=max(resolved.workspace_bytes - GIB, 0),
         capture_graphs=choice.capturable,
     )
 
@@ -238,7 +243,6 @@ def _step_times(
     runner: ModelRunner,
     choice: KernelChoice,
     reporter: StartupReporter,
-    serving: bool,
 ) -> StepTimes | None:
     """Of captured graphs, or on a CPU of two steps. None: a GPU without graphs."""
     if runner.device.type == "cpu":
@@ -247,20 +251,20 @@ def _step_times(
         return times
     if choice.row_kernels is None or not choice.capturable:
         return None
-    return _capture_first_graphs(runner, reporter, serving)
+    return _capture_first_graphs(runner, reporter)
 
 
 def _describe_times(times: StepTimes) -> str:
     return f"one row {1e3 * times.decode_s:.2f} ms · {1e6 * times.token_s:.1f} µs per prompt token"
 
 
-def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter, serving: bool) -> StepTimes | None:
-    """Capture the first CUDA graphs and time them. A server captures the rest when idle."""
-    num_shapes = runner.num_first + (0 if serving else runner.num_soon)
-    for _ in range(num_shapes):
+def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter) -> StepTimes | None:
+    """Capture the first CUDA graphs and time them; the rest when idle, and between steps."""
+    for _ in range(runner.num_first):
         runner.prepare()
-    step_times = runner.step_times()
-    detail = f"{num_shapes} CUDA graph shapes captured, others {'when idle' if serving else 'on demand'}"
+    step_times, launches = runner.step_times(), runner.launches
+    size = f"{launches.captured_bytes / GIB:.2f} GiB"
+    detail = f"{launches.captured} CUDA graph shapes captured ({size}), others when idle and between steps"
     if step_times is not None:
         detail += f" · {_describe_times(step_times)}"
     reporter.done("graphs", detail)
@@ -309,14 +313,13 @@ def _engine(
     )
 
 
-def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryUsage:
-    """`before`: with weights and KV cache allocated, before any step."""
+def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, graph_bytes: int, now: MachineInfo) -> MemoryUsage:
     if now.device == "cpu":
         return MemoryUsage(weights=weight_bytes, kv=resolved.kv_bytes)
     return account_memory(
         weights=weight_bytes,
         kv=resolved.kv_bytes,
-        recorded=max(before.free_bytes - now.free_bytes, 0),
+        graphs=graph_bytes,
         workspace=resolved.workspace_bytes,
         free=now.free_bytes,
         total=now.total_bytes,

@@ -16,7 +16,8 @@ from quire.core.step import FinishReason, Runner
 from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.messages import Accepted, AddRequest
 from quire.engine.request_validator import RequestValidator
-from quire.sched.explain import Explanation
+from quire.runner.graph_shapes import LaunchCounts
+from quire.sched.explain import Explanation, SlowSteps
 from quire.sched.loop import Loop, Progress, Span
 from quire.sched.scheduler import Scheduler
 
@@ -47,6 +48,9 @@ MAX_REMEMBERED = 100  # latest finished requests, which can still be explained
 
 class PreparingRunner(Protocol):
     """A runner that can use idle time to make later steps faster, a piece at a time."""
+
+    @property
+    def launches(self) -> LaunchCounts: ...
 
     @property
     def prepared(self) -> bool: ...
@@ -118,7 +122,10 @@ class Engine:
                 f"Request {request_id} is unknown; only open and the {MAX_REMEMBERED} latest requests are kept.",
                 param="request_id",
             )
-        return self.scheduler.explain(group)
+        explanation = self.scheduler.explain(group)
+        steps = explanation.running_steps(self.scheduler.last_absorbed + 1)
+        slow = self.launches.slow_between(steps.start, steps.stop)
+        return replace(explanation, slow_steps=SlowSteps(len(slow), sum(slow)))
 
     def abort(self, number: int) -> None:
         """Legal in every state, and twice."""
@@ -177,6 +184,11 @@ class Engine:
     @property
     def prepared(self) -> bool:
         return self._preparing is None or self._preparing.prepared
+
+    @property
+    def launches(self) -> LaunchCounts:
+        """How steps were launched."""
+        return LaunchCounts() if self._preparing is None else self._preparing.launches
 
     @property
     def progress(self) -> Progress:

@@ -1,7 +1,7 @@
 """Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent between steps), usage of memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from quire.engine.engine import Engine
 from quire.sched.pacing import StepBound
@@ -15,21 +15,28 @@ class MemoryUsage:
 
     weights: int = 0
     kv: int = 0
-    recorded: int = 0  # by warm-up and CUDA graphs
+    graphs: int = 0  # captured CUDA graphs
     workspace: int = 0  # left free for activations
     other: int = 0  # the driver, other programs, and anything else
     free: int = 0  # beyond the workspace
+
+    def with_graphs(self, num_bytes: int) -> "MemoryUsage":
+        """When captured graphs have taken so much: more of the free memory than when the engine became ready."""
+        more = max(num_bytes - self.graphs, 0)
+        of_free = min(more, self.free)
+        kept = max(self.workspace - (more - of_free), 0)
+        return replace(self, graphs=self.graphs + more, free=self.free - of_free, workspace=kept)
 
     def describe(self) -> str:
         parts = [(each.name, getattr(self, each.name)) for each in fields(self)]
         return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
 
 
-def account_memory(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryUsage:
+def account_memory(*, weights: int, kv: int, graphs: int, workspace: int, free: int, total: int) -> MemoryUsage:
     """Memory breakdown of a GPU, of which `free` bytes are free now."""
     kept = min(workspace, free)
-    other = max(total - free - weights - kv - recorded, 0)
-    return MemoryUsage(weights, kv, recorded, kept, other, free - kept)
+    other = max(total - free - weights - kv - graphs, 0)
+    return MemoryUsage(weights, kv, graphs, kept, other, free - kept)
 
 
 _PLAIN_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -133,13 +140,19 @@ class EngineStats:
     steps_saturated: int
     steps_efficient: int
     steps_max_step: int
+    replayed_steps: int  # as a CUDA graph
+    eager_steps: int  # launched kernel by kernel, on a device that is not a CPU
+    eager_s: float  # host time of these launches
+    capture_s: float  # host time of capturing graphs
+    captured_shapes: int
+    captured_bytes: int
     waiting_for: str | None  # why the queue head is not admitted
 
 
 def stats_of(engine: Engine) -> EngineStats:
     scheduler = engine.scheduler
     kv, pool = scheduler.kv, scheduler.kv.pool
-    counters, cause = scheduler.counters, scheduler.wait_cause
+    counters, cause, launches = scheduler.counters, scheduler.wait_cause, engine.launches
     paced = counters.paced_steps
     return EngineStats(
         step=scheduler.last_absorbed,
@@ -168,5 +181,11 @@ def stats_of(engine: Engine) -> EngineStats:
         steps_saturated=paced.get(StepBound.SATURATED, 0),
         steps_efficient=paced.get(StepBound.EFFICIENT, 0),
         steps_max_step=paced.get(StepBound.MAX_STEP, 0),
+        replayed_steps=launches.replayed,
+        eager_steps=launches.eager,
+        eager_s=launches.eager_s,
+        capture_s=launches.capture_s,
+        captured_shapes=launches.captured,
+        captured_bytes=launches.captured_bytes,
         waiting_for=None if cause is None else cause.value,
     )

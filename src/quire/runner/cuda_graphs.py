@@ -5,12 +5,17 @@ random. Rows with other sampling parameters (penalties, masks, logprobs) are sam
 replays the smallest captured shape that holds it; unused places hold the padding row. A step that no captured shape
 holds without much waste is launched eagerly by the caller.
 
+Capturing launches nothing, and waits for the device only where the driver needs memory for a graph. So it happens
+between steps while others are in flight.
+
 A graph repeats the same launches on the same addresses, so the captured work reads its inputs from tensors that stay
 in place and never branches on their values. On a CPU nothing is captured: a replay calls the work again.
 """
 
+import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from statistics import median
@@ -25,37 +30,60 @@ from quire.core.ids import IntArray, Row
 from quire.core.process import gc_postponed
 from quire.kernels.row_interface import PADDING, SamplingStage
 from quire.kernels.transfers import upload
-from quire.runner.graph_shapes import CapturePolicy, StepSize
+from quire.runner.graph_shapes import CapturePolicy, LaunchCounts, ShapeTable, StepSize
 
 Replay = Callable[[], Tensor]
 
-_TIMED = 5  # replays, of which the median counts
+_log = logging.getLogger(__name__)
+_TIMED, _TIMED_S = 5, 0.05  # replays, of which the median counts, and the time that they may take together
 
 
 class GraphCapturer:
     """Captures work for one device. All graphs share one memory pool: only one of them runs at a time."""
 
-    __slots__ = ("_device", "_pool")
+    __slots__ = ("_device", "_pool", "_stream")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # One for all captures: libraries keep a workspace for each stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def capture(self, work: Replay) -> Replay:
-        """Call between steps. On a GPU the work is launched twice and runs once."""
+        """Capture the work, which does not run. Call between steps.
+
+        Where it cannot be captured unless it ran before (a library initializes something at its first call), it runs
+        once, after all that is in flight, and is captured then.
+        """
         if self._device.type != "cuda":
             return work
-        work()  # compiles, and lets libraries take their workspaces, which a capture must not
+        try:
+            return self._capture(work)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.info("captured again after a run: %s", error)
+        work()
         torch.cuda.synchronize(self._device)
+        self._pool = torch.cuda.graph_pool_handle()  # the allocator may still take the other for one in use
+        return self._capture(work)
+
+    def _capture(self, work: Replay) -> Replay:
+        """`torch.cuda.graph` without what it does first: a synchronization, a garbage collection, empty caches.
+
+        No garbage is collected meanwhile either: freeing the graphs of an engine that was dropped would end the
+        capture. "relaxed": a kernel may be loaded at its first launch.
+        """
         graph = torch.cuda.CUDAGraph()
-        # Two streams, because a failed capture would leave its own stream as the current one. No garbage collection,
-        # because freeing the graphs of an engine that was dropped would end the capture.
-        with (
-            gc_postponed(),
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            result = work()
+        with gc_postponed(), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = work()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
         def replay() -> Tensor:
             graph.replay()
@@ -63,11 +91,18 @@ class GraphCapturer:
 
         return replay
 
+    def free_bytes(self) -> int:
+        """Free memory of the device; 0 where nothing is captured."""
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
 
 def seconds_of(replay: Replay, device: torch.device) -> float:
-    """The time of one replay on the device: the median of a few."""
+    """The time of one replay on the device: the median of a few, fewer of a long one."""
     replay()
-    return median(_seconds_once(replay, device) for _ in range(_TIMED))
+    seconds = [_seconds_once(replay, device)]
+    while len(seconds) < _TIMED and sum(seconds) < _TIMED_S:
+        seconds.append(_seconds_once(replay, device))
+    return median(seconds)
 
 
 def _seconds_once(replay: Replay, device: torch.device) -> float:
@@ -130,26 +165,37 @@ class GraphedSteps:
     """The captured graphs, by shape of step."""
 
     __slots__ = (
-        "_capturer", "_device", "_fits", "_forward", "_graphs", "_inputs", "_missing", "_missing_decodes",
-        "_missing_sampling", "_padding_row", "_placed_rows", "_policy", "_rows", "_sample", "_sampling_graphs",
-        "_stopped",
+        "_captured", "_capturer", "_device", "_fits", "_forward", "_graphs", "_inputs", "_kept_bytes", "_missing",
+        "_missing_sampling", "_missing_shapes", "_padding_row", "_placed_rows", "_policy", "_rows", "_sample",
+        "_sampling_graphs", "_stopped", "counts",
     )  # fmt: skip
 
     def __init__(
-        self, forward: Forward, sample: Sample, shapes: list[StepSize], padding_row: Row, device: torch.device
+        self,
+        forward: Forward,
+        sample: Sample,
+        shapes: list[StepSize],
+        padding_row: Row,
+        device: torch.device,
+        *,
+        capture_share: float = 1.0,  # of the time, at most, in which captures may pause steps
+        kept_bytes: int = 0,  # of device memory that captures leave free
     ) -> None:
         """`shapes`: what is worth capturing, the most useful first."""
+        self.counts = LaunchCounts()
         self._forward = forward
         self._sample = sample
         self._padding_row = padding_row
         self._device = device
         self._capturer = GraphCapturer(device)
         self._missing = shapes
+        self._missing_shapes, self._captured = ShapeTable(), ShapeTable()  # the same, and those of `_graphs`, by size
+        self._kept_bytes = kept_bytes
         self._graphs: dict[StepSize, Replay] = {}
         self._sampling_graphs: dict[tuple[int, SamplingStage], Replay] = {}
         self._stopped = False
         self._note_missing()
-        self._policy = CapturePolicy()
+        self._policy = CapturePolicy(capture_share)
         self._fits: dict[StepSize, StepSize | None] = {}  # by size of step, until another shape is captured
         max_rows = max(shape.rows for shape in shapes)
         self._rows = torch.full((max_rows,), padding_row, dtype=torch.int64, device=device)
@@ -167,7 +213,9 @@ class GraphedSteps:
 
     def capture(self, shape: StepSize | None) -> None:
         """Capture this missing shape, and a few missing sampling graphs. Call between steps."""
-        begun_s = time.perf_counter()
+        begun_s, free = time.perf_counter(), self._capturer.free_bytes()
+        if self._device.type == "cuda" and free < self._kept_bytes:
+            raise torch.OutOfMemoryError(f"{free} bytes are free, and {self._kept_bytes} are kept for eager steps")
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
             self._missing.remove(shape)
@@ -180,9 +228,12 @@ class GraphedSteps:
         for count, stages in missing[:_SAMPLING_GRAPHS_AT_ONCE]:
             self._sampling_graphs[count, stages] = self._capturer.capture(partial(self._sample, count, stages))
         self._note_missing()
+        took_s = time.perf_counter() - begun_s
         if shape is not None:
-            self._policy.note_capture(shape, time.perf_counter() - begun_s)
-        self._policy.note_idle()
+            self._policy.note_capture(shape, took_s)
+        self.counts.captured = len(self._graphs)
+        self.counts.capture_s += took_s
+        self.counts.captured_bytes += max(free - self._capturer.free_bytes(), 0)
 
     def dry_run(self, shapes: list[StepSize]) -> None:
         """Run these shapes once without capturing, so that the caller sees which kernels they launch. Between steps."""
@@ -207,16 +258,18 @@ class GraphedSteps:
 
     def worth_capturing(self, step: StepSize) -> StepSize | None:
         """The missing shape whose absence, with this step, has cost as much as its capture will."""
-        ran_as = self._fitting(step)
-        if ran_as is not None and ran_as.size == step.size:
+        best = self._missing_shapes.smallest(step)
+        if best is None:
             return None
-        return self._policy.shape_to_capture(step, ran_as, self._missing if step.chunks else self._missing_decodes)
+        ran_as = self._fitting(step)
+        return best if self._policy.is_worth_capturing(step, ran_as, best) else None
 
     def _note_missing(self) -> None:
         """Update what every step reads, when it changes."""
         counts = {shape.rows + shape.chunks for shape in self._graphs}
         self._missing_sampling = set(product(counts, SamplingStage)) - self._sampling_graphs.keys()
-        self._missing_decodes = [shape for shape in self._missing if not shape.chunks]
+        self._missing_shapes.replace(self._missing)
+        self._captured.replace(self._graphs)
 
     def step_times(self) -> StepTimes | None:
         """Times of captured steps of padding; None without a decode and a step with chunks. Call between steps."""
@@ -252,6 +305,7 @@ class GraphedSteps:
         self._place_chunks(shape, chunks)
         self._graphs[shape]()
         self._policy.note_launch(shape)
+        self.counts.replayed += 1
         return shape
 
     def note_eager(self, step: StepSize) -> None:
@@ -275,8 +329,7 @@ class GraphedSteps:
         """The captured shape to run a step as. Cached for decodes, which have few sizes."""
         if step in self._fits:
             return self._fits[step]
-        holding = (shape for shape in self._graphs if shape.holds(step))
-        fitting = min(holding, key=StepSize.order, default=None)
+        fitting = self._captured.smallest(step)
         if fitting is not None and self._policy.is_faster_eager(step, fitting):
             fitting = None
         if not step.chunks:

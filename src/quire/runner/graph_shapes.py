@@ -1,22 +1,30 @@
 """Which step shapes get a CUDA graph, and when: the list of shapes, and the capture policy. Captures nothing itself.
 
-The capture policy is ski rental: a shape is captured once its absence has cost as much as its capture, so the total
-loss is at most 2x the offline optimum. An eager step costs host time only while the device has nothing else to do.
+A few shapes are captured before the first request, so that every step fits one with bounded padding. The others are
+captured when the engine is idle, and between steps of a busy one by ski rental: a shape is captured once its absence
+has cost as much as the pause of its capture, so the total loss is at most 2x the offline optimum. A capture launches
+nothing, so the device computes the steps in flight meanwhile: the pause is what remains of it after those.
 """
 
 import time
-from collections import defaultdict
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 _FEW_CHUNKS = 4  # most steps hold chunks of a prompt or two
 _LONG = 2048  # tokens of one prompt: a long one has other kernels than several short ones
-_MANY_CHUNKS = (16, 64)  # chunks of a step with many short prompts
+_MANY_CHUNKS = (16, 64, 256)  # chunks of a step with many short prompts
+_MAX_BESIDE_ALL = 64  # of those beside all rows: rows and chunks together have logits
 _MIN_CHUNK_TOKENS = 8  # per chunk of such a step
 _MIN_TOKENS = 16
 _BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # decoding rows beside a prompt, below the maximum
+_FIRST_BESIDE = (32, 64, 128)  # of those: with sizes by doubling, a step computes at most about twice what it needs
+_FIRST_DECODES = (32, 8, 64, 128, 256)  # padding rows cost a decode little: it reads all weights anyway
 _FINE = (128, 1024)  # tokens between which sizes are finer: chunks that are cut for the inter-token latency
-_KERNEL_ROWS = (16, 32, 64, 128, 192)  # up to each of these, GEMMs or decode attention have kernels of their own
+_KERNEL_ROWS = (8, 16, 32, 64, 128, 192)  # up to each of these, GEMMs or decode attention have kernels of their own
 _SPARE_TOKENS = 256  # padding beyond 2x the step that costs as much as an eager launch
 
 
@@ -47,44 +55,59 @@ class GraphShapes(NamedTuple):
     """The shapes worth capturing, the most useful first."""
 
     first: list[StepSize]  # before the first request
-    soon: list[StepSize]
     later: list[StepSize]
-
-    @property
-    def representative(self) -> list[StepSize]:
-        """A few shapes that together launch every kernel of `first` and `soon`, slowest compile first."""
-        decodes = sorted(shape for shape in self.soon if not shape.chunks)
-        few = decodes[:1] + [shape for shape in decodes[1:] if shape.rows in _KERNEL_ROWS]
-        short = [shape for shape in self.first if shape.tokens <= _LONG]
-        return sorted(short + few, key=StepSize.order, reverse=True)
+    representative: list[StepSize]  # a few that together launch every kernel of all others, slowest compile first
 
 
 def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
     """For steps of up to `max_rows` rows and `max_tokens` tokens in total.
 
-    First: the largest decode (holds every other), one row alone, and a prompt beside all rows. Soon: decodes by
-    halves, and a prompt alone. Later: a prompt beside fewer rows with less padding, and many short prompts.
+    First: the largest decode (holds every other), one row alone, a few between; prompts beside a few numbers of rows,
+    by doubling. Later: decodes by halves, a prompt alone, a prompt beside other numbers of rows and with less padding,
+    and many short prompts.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [StepSize(rows) for rows in _by_usefulness(row_sizes(max_rows))]
     doubling = doubling_sizes(max_tokens)
     beside = rows_beside(max_rows)[:-1]
     fine = {rows: prompt_sizes(rows, max_tokens) for rows in (0, *beside, max_rows)}
-    halves = {rows: [size for size in fine[rows] if (rows + size).bit_count() == 1] for rows in beside}
+    halves = {rows: [size for size in fine[rows] if (rows + size).bit_count() == 1] for rows in (*beside, max_rows)}
+    first = [
+        *decodes[:2],
+        *(StepSize(rows) for rows in _FIRST_DECODES if rows < max_rows),
+        *sorted(  # the largest first: the memory of its activations serves all others
+            (
+                shape
+                for rows in (*(rows for rows in _FIRST_BESIDE if rows < max_rows), max_rows)
+                for shape in _prompts(rows, _first_sizes(rows, halves[rows], max_tokens), max_rows)
+            ),
+            key=StepSize.order,
+            reverse=True,
+        ),
+    ]
     later = [
+        *decodes,
+        *_prompts(0, doubling, max_rows),
         *(shape for rows in beside for shape in _prompts(rows, halves[rows], max_rows)),
         *(shape for rows in beside for shape in _prompts(rows, fine[rows], max_rows)),
         *(
             shape
             for count in _MANY_CHUNKS
-            for rows in (max_rows, 0)
+            for rows in (max_rows if count <= _MAX_BESIDE_ALL else max_rows - count, 0)
             for shape in _many_chunks(rows, count, doubling, max_rows)
         ),
-        *(shape for rows in (0, max_rows) for shape in _prompts(rows, fine[rows], max_rows)),
+        *(shape for rows in (0, max_rows) for shape in _prompts(rows, [*doubling, *fine[rows]], max_rows)),
     ]
-    first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, doubling, max_rows)]))
-    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows)]))
-    return GraphShapes(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
+    first = list(dict.fromkeys(first))
+    others = [shape for shape in dict.fromkeys(later) if shape not in first]
+    kernel_rows = {StepSize(rows) for rows in (1, *_KERNEL_ROWS, max_rows) if rows <= max_rows}
+    short = {shape for shape in _prompts(max_rows, doubling, max_rows) if shape.tokens <= _LONG}
+    return GraphShapes(first, others, sorted(kernel_rows | short, key=StepSize.order, reverse=True))
+
+
+def _first_sizes(rows: int, halves: list[int], max_tokens: int) -> list[int]:
+    """The limit of a step, and powers of two with the rows, without one that the limit holds as well."""
+    return [*(size for size in halves if size + rows < max_tokens), max_tokens] if max_tokens else []
 
 
 def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[StepSize]:
@@ -94,7 +117,8 @@ def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[StepSize]:
 
 
 def _many_chunks(rows: int, count: int, sizes: list[int], max_rows: int) -> list[StepSize]:
-    return [StepSize(rows, count, size) for size in sizes if count <= max_rows and size >= _MIN_CHUNK_TOKENS * count]
+    fitting = [size for size in sizes if size >= _MIN_CHUNK_TOKENS * count]
+    return [StepSize(rows, count, size) for size in fitting if count <= max_rows]
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
@@ -145,64 +169,134 @@ def _by_usefulness(sizes: tuple[int, ...]) -> list[int]:
     return list(dict.fromkeys(first)) + ordered
 
 
-_LAUNCHES_PER_CAPTURE = 2  # a capture launches everything twice, an eager step once
+class ShapeTable:
+    """Shapes by size, in which the smallest that holds a step is found by bisection. Decodes are apart."""
+
+    __slots__ = ("_decodes", "_mixed")
+
+    def __init__(self) -> None:
+        self._decodes: list[StepSize] = []
+        self._mixed: list[StepSize] = []
+
+    def replace(self, shapes: Iterable[StepSize]) -> None:
+        ordered = sorted(shapes, key=StepSize.order)
+        self._decodes = [shape for shape in ordered if not shape.chunks]
+        self._mixed = [shape for shape in ordered if shape.chunks]
+
+    def smallest(self, step: StepSize) -> StepSize | None:
+        shapes = self._mixed if step.chunks else self._decodes
+        start = bisect_left(shapes, step.size, key=lambda shape: shape.size)
+        return next((shape for shape in islice(shapes, start, None) if shape.holds(step)), None)
+
+
+_MAX_KEPT = 4096  # slow launches; arbitrary, never tuned
+
+
+@dataclass(slots=True)
+class LaunchCounts:
+    """How steps were launched since the start, and what capturing took."""
+
+    replayed: int = 0  # steps that ran as a CUDA graph
+    eager: int = 0  # steps launched kernel by kernel
+    eager_s: float = 0.0  # host time of these launches
+    captured: int = 0  # shapes
+    capture_s: float = 0.0  # host time of captures
+    captured_bytes: int = 0  # device memory that captures took, by what was free before and after
+    # The latest steps for which an eager launch or a capture took the host time: step and seconds.
+    slow: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT))
+
+    @property
+    def slow_s(self) -> float:
+        return self.eager_s + self.capture_s
+
+    def note_step(self, step: int, slow_s_before: float) -> None:
+        """The step was launched; `slow_s` was so much before."""
+        if self.slow_s > slow_s_before:
+            self.slow.append((step, self.slow_s - slow_s_before))
+
+    def slow_between(self, start: int, stop: int) -> tuple[float, ...]:
+        """The seconds of each slow launch among the steps [start, stop)."""
+        return tuple(seconds for step, seconds in self.slow if start <= step < stop)
+
+
 _TOLERANCE = 1.03  # a replay may take this much longer than the eager step
+_BURST_S = 0.1  # pauses that may follow each other at once; beyond, their share of the time is limited
 
 
 class CapturePolicy:
-    """Seconds lost by the absence of each shape, and until when the device is busy."""
+    """Seconds lost by the absence of each shape, until when the device is busy, and how long captures may pause steps.
 
-    __slots__ = ("_busy_until_s", "_clock", "_lost_s", "_quickest_s", "decode_s", "token_s")
+    An eager step takes its computing time or that of its launches, whichever is longer: they overlap. The host time of
+    the launches counts in full unless the device is busy with other steps for all of it: what is hidden of it is taken
+    from the time in which the next step would be launched.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    __slots__ = (
+        "_allowance_s", "_busy_until_s", "_clock", "_lost_s", "_now_s", "_quickest_s", "_share", "decode_s", "token_s",
+    )  # fmt: skip
+
+    def __init__(self, share: float = 1.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`share`: of the time, at most, in which captures may pause steps that would otherwise run as they are."""
         self.token_s: float | None = None  # cost of one more token; nothing is captured while it is unknown
         self.decode_s = 0.0  # the minimum time of a step
+        self._share = share
         self._clock = clock
+        self._now_s = clock()
+        self._allowance_s = _BURST_S
         self._busy_until_s = 0.0
         self._quickest_s: dict[bool, float] = {}  # capture, with chunks and without
         self._lost_s: defaultdict[StepSize, float] = defaultdict(float)
 
     def note_capture(self, shape: StepSize, seconds: float) -> None:
-        """A capture took so long. The quickest counts: slower ones compiled something or computed for long."""
+        """A capture took so long. The quickest counts: slower ones loaded kernels."""
         kind = bool(shape.chunks)
         self._quickest_s[kind] = min(seconds, self._quickest_s.get(kind, seconds))
 
     def note_launch(self, shape: StepSize) -> None:
         """The device runs this next, after what is queued."""
         if self.token_s is not None:
-            begins_s = max(self._busy_until_s, self._clock())
-            self._busy_until_s = begins_s + max(self.decode_s, self.token_s * shape.size)
-
-    def note_idle(self) -> None:
-        """The device is idle."""
-        self._busy_until_s = 0.0
+            self._busy_until_s = max(self._busy_until_s, self._clock()) + self._computing_s(shape)
 
     def is_faster_eager(self, step: StepSize, shape: StepSize) -> bool:
         """Whether a step with chunks is faster eagerly than as a replay of this shape."""
-        eager_s = self._eager_s(step)
-        if not step.chunks or eager_s is None or self.token_s is None:
+        launches_s = self._quickest_s.get(bool(step.chunks))
+        if not step.chunks or launches_s is None or self.token_s is None:
             return False
-        return self.token_s * shape.size > _TOLERANCE * eager_s
+        return self._computing_s(shape) > _TOLERANCE * self._eager_s(step, launches_s)
 
-    def shape_to_capture(self, step: StepSize, ran_as: StepSize | None, missing: Iterable[StepSize]) -> StepSize | None:
-        """The missing shape to capture now, when a step replays another shape or (None) runs eagerly."""
-        capture_s, eager_s = self._quickest_s.get(bool(step.chunks)), self._eager_s(step)
-        if capture_s is None or eager_s is None or self.token_s is None:
-            return None
-        longest_s = _TOLERANCE * eager_s if step.chunks else float("inf")
-        useful = (shape for shape in missing if shape.holds(step) and self.token_s * shape.size <= longest_s)
-        best = min(useful, key=StepSize.order, default=None)
-        if best is None:
-            return None
-        computing_s = self.token_s * best.size
-        took_s = eager_s if ran_as is None else self.token_s * ran_as.size
-        self._lost_s[best] += max(took_s - computing_s, 0.0)
-        return best if self._lost_s[best] >= capture_s + computing_s else None  # a capture also computes
-
-    def _eager_s(self, step: StepSize) -> float | None:
-        """How long the step would take eagerly, launched now; None if that is unknown."""
+    def is_worth_capturing(self, step: StepSize, ran_as: StepSize | None, missing: StepSize) -> bool:
+        """Whether to capture the missing shape now, for a step that replays another one or (None) runs eagerly."""
         capture_s = self._quickest_s.get(bool(step.chunks))
         if capture_s is None or self.token_s is None:
-            return None
-        busy_s = max(self._busy_until_s - self._clock(), 0.0)
-        return self.token_s * step.size + max(capture_s / _LAUNCHES_PER_CAPTURE - busy_s, 0.0)
+            return False
+        took_s = self._eager_s(step, capture_s) if ran_as is None else self._computing_s(ran_as)
+        computing_s = self._computing_s(missing)
+        if computing_s > _TOLERANCE * took_s or (ran_as is not None and computing_s >= took_s):
+            return False
+        self._lost_s[missing] += max(took_s - computing_s, 0.0)
+        pause_s = max(capture_s - self._busy_s(), 0.0)
+        if self._lost_s[missing] < pause_s:
+            return False
+        return self._may_pause(max(pause_s + computing_s - took_s, 0.0))
+
+    def _eager_s(self, step: StepSize, launches_s: float) -> float:
+        computing_s = self._computing_s(step)
+        return computing_s if self._busy_s() >= launches_s else max(computing_s, launches_s)
+
+    def _may_pause(self, longer_s: float) -> bool:
+        """Whether captures may make this step so much longer now. If so, it is counted; the last may exceed the
+        allowance, which the time after it has to make up for."""
+        now_s = self._clock()
+        self._allowance_s = min(_BURST_S, self._allowance_s + self._share * (now_s - self._now_s))
+        self._now_s = now_s
+        if self._allowance_s < 0 < longer_s:
+            return False
+        self._allowance_s -= longer_s
+        return True
+
+    def _computing_s(self, shape: StepSize) -> float:
+        assert self.token_s is not None
+        return max(self.decode_s, self.token_s * shape.size)
+
+    def _busy_s(self) -> float:
+        return max(self._busy_until_s - self._clock(), 0.0)

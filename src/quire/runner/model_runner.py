@@ -6,6 +6,7 @@ small step at start, so that no request waits for compilation and weight packing
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
-from quire.runner.graph_shapes import StepSize, shapes_to_capture
+from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
@@ -71,7 +72,9 @@ class ModelRunner:
         row_kernels: RowKernels | None = None,  # with them, steps run as CUDA graphs where possible
         draw_tokens: DrawTokens | None = None,
         max_step_tokens: int = 0,  # prompt tokens of a captured step, beside its decoding rows
-        on_demand: bool = False,  # capture a missing shape between steps, when the capture policy says so
+        # Of the time, at most, in which captures between steps may pause steps. 0: capture only when told to.
+        capture_share: float = 0.0,
+        kept_bytes: int = 0,  # of device memory that captures leave free, for eager steps
         capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
     ) -> None:
         device = stores.device.device
@@ -83,22 +86,30 @@ class ModelRunner:
         self._pools = Pools()
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
-        self._on_demand = on_demand
-        self.num_first = self.num_soon = 0  # shapes that `prepare` captures first, and soon after
+        self._on_demand = capture_share > 0
+        self.num_first = 0  # shapes that `prepare` captures first
         self._graphs: GraphedSteps | None = None
         self._representative: list[StepSize] = []
         self._logits: LogitsBuffer | None = None
         if row_kernels is not None and capture_graphs:
             chosen = shapes_to_capture(max_rows, max_step_tokens)
-            shapes = [*chosen.first, *chosen.soon, *chosen.later]
-            self.num_first, self.num_soon = len(chosen.first), len(chosen.soon)
+            shapes = [*chosen.first, *chosen.later]
+            self.num_first = len(chosen.first)
             self._representative = chosen.representative
             self._logits = LogitsBuffer.allocate(
                 max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device
             )
-            self._graphs = GraphedSteps(self._forward, self._sample_captured, shapes, self._rows.padding_row, device)
+            self._graphs = GraphedSteps(
+                self._forward,
+                self._sample_captured,
+                shapes,
+                self._rows.padding_row,
+                device,
+                capture_share=capture_share,
+                kept_bytes=kept_bytes,
+            )
         self._ends = self._sampler.end_columns.end_ids
-        self.num_replayed = 0  # steps that ran as a CUDA graph
+        self.launches = LaunchCounts() if self._graphs is None else self._graphs.counts
 
     @property
     def model(self) -> Model:
@@ -106,12 +117,17 @@ class ModelRunner:
         return self._model
 
     @property
+    def num_replayed(self) -> int:
+        """Steps that ran as a CUDA graph."""
+        return self.launches.replayed
+
+    @property
     def prepared(self) -> bool:
         return self._graphs is None or self._graphs.complete
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture one more shape. Call between steps, when idle. Capturing ends when memory runs out."""
+        """Capture one more shape. Call between steps. Capturing ends when memory runs out."""
         if self._graphs is not None:
             self._capture(self._graphs.next_missing)
 
@@ -130,7 +146,7 @@ class ModelRunner:
     def _capture(self, shape: StepSize | None) -> None:
         """Capture this shape, and missing sampling graphs. Call between steps."""
         assert self._graphs is not None and self._logits is not None
-        self._logits.emitting.fill_(PADDING)  # a capture also runs: no row may be sampled a second time
+        self._logits.emitting.fill_(PADDING)  # a capture may run: no row may be sampled a second time
         try:
             self._graphs.capture(shape)
         except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
@@ -144,8 +160,11 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.step_times()
 
     def launch(self, plan: StepPlan) -> "PendingStep":
+        slow_s = self.launches.slow_s
         with _lost_without_memory(plan.num_tokens):
-            return self._launch(plan)
+            pending = self._launch(plan)
+        self.launches.note_step(plan.step, slow_s)
+        return pending
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> "PendingStep":
@@ -160,13 +179,17 @@ class ModelRunner:
         sampled = self._decode_rows(plan, decoding)
         if sampled is not None:
             return PendingStep(plan.step, sampled)
+        begun_s = time.perf_counter()
         batch = build_batch(self._rows, plan, decoding)
         if len(batch.tokens) == 0:
             return PendingStep(plan.step)
         self._trip(FaultSite.FORWARD)
         hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, batch.needed)
-        if self._graphs is not None:
-            self._graphs.note_eager(StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)))
+        if self.device.type != "cpu" or self._graphs is not None:
+            self._note_eager(
+                StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)),
+                time.perf_counter() - begun_s,
+            )
         sampling, sampled = batch.sampling, None
         if len(sampling.at):
             sampled = self._choose(plan, partial(self._sample, self._model.logits(hidden[sampling.at]), sampling.batch))
@@ -177,6 +200,13 @@ class ModelRunner:
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
         )
+
+    def _note_eager(self, step: StepSize, seconds: float) -> None:
+        """Not on a CPU, which computes while it is launched."""
+        self.launches.eager += 1
+        self.launches.eager_s += seconds
+        if self._graphs is not None:
+            self._graphs.note_eager(step)
 
     def _choose(self, plan: StepPlan, choose: "Choose") -> "Sampling":
         """Sample now, or when the masks come, which is before the next forward pass."""
@@ -216,7 +246,6 @@ class ModelRunner:
         shape = self._graphs.forward(decoding, arrays)
         if shape is None:
             return None
-        self.num_replayed += 1
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         return self._choose(plan, partial(self._sample_replayed, shape, rows, len(decoding), chunks))
 

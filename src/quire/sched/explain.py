@@ -166,6 +166,16 @@ class Finish(NamedTuple):
     reasons: str
 
 
+class SlowSteps(NamedTuple):
+    """Steps since the admission that waited for the host: launched kernel by kernel, or with a graph to capture."""
+
+    num_steps: int
+    host_s: float
+
+
+NO_SLOW_STEPS = SlowSteps(0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """All events of a request, in order within each kind."""
@@ -181,6 +191,12 @@ class Explanation:
     first_token_step: int | None
     paced_by: tuple[tuple[StepBound, int], ...]  # what sized the steps from the first admission to the first token
     ending: Finish | None
+    slow_steps: SlowSteps = NO_SLOW_STEPS
+
+    def running_steps(self, now_step: int) -> range:
+        """From the first admission to the end, or to `now_step`."""
+        start = self.admissions[0].step if self.admissions else now_step
+        return range(start, now_step if self.ending is None else self.ending.step)
 
     def waited(self, cause: WaitCause | None) -> int:
         """The steps it waited for one cause."""
@@ -199,6 +215,8 @@ class Explanation:
         if self.first_token_step is not None:
             lines.append((self.first_token_step, 5, "emitted its first token" + _pace_text(self.paced_by)))
         lines += [(each.step, 0, _interruption_text(each)) for each in self.interruptions]
+        if self.slow_steps.num_steps:
+            lines.append((self.admissions[0].step, 6, _slow_text(self.slow_steps)))
         if self.ending is not None:
             lines.append((self.ending.step, 9, f"finished: {self.ending.reasons}"))
         return tuple(f"step {step}: {words}" for step, _, words in sorted(lines))
@@ -315,6 +333,11 @@ def _pace_text(paced_by: tuple[tuple[StepBound, int], ...]) -> str:
         return ""
     counts = ", ".join(f"{_BOUND_TEXT[bound]} ({count})" for bound, count in paced_by)
     return f"; its steps had the size of {counts}"
+
+
+def _slow_text(slow: SlowSteps) -> str:
+    count = f"{slow.num_steps} step{'s' if slow.num_steps > 1 else ''}"
+    return f"from here on {count} took {1e3 * slow.host_s:.0f} ms of the host, eager or to capture a CUDA graph"
 
 
 def _shortfall_text(shortfall: Shortfall) -> str:

@@ -32,7 +32,8 @@ _TOKENS = tuple(2**power for power in range(18))
 _REASONS = frozenset(reason.value for reason in FinishReason)
 _BOUNDS = tuple(bound.value for bound in StepBound)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
-            "forks", "moved_blocks", "lost_steps", *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
+            "forks", "moved_blocks", "lost_steps", "replayed_steps", "eager_steps", "eager_s", "capture_s",
+            *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
 _CODES = frozenset(
@@ -178,7 +179,7 @@ class EngineGauges(Collector):
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
         self._latest: EngineStats | None = None
-        self._earlier = dict.fromkeys(_COUNTED, 0)  # totals of earlier engines
+        self._earlier: dict[str, float] = dict.fromkeys(_COUNTED, 0)  # totals of earlier engines
         self.num_restarts: Callable[[], int] = lambda: 0
         self.num_lines_lost: Callable[[], int] = lambda: 0
         self.info: Callable[[], EngineInfo | None] = lambda: None
@@ -191,9 +192,9 @@ class EngineGauges(Collector):
                 self._earlier[name] += getattr(last, name)
         self._latest = None
 
-    def total(self, name: str) -> int:
+    def total(self, name: str) -> float:
         stats = self._latest = self._stats() or self._latest
-        return self._earlier[name] + (0 if stats is None else int(getattr(stats, name)))
+        return self._earlier[name] + (0 if stats is None else getattr(stats, name))
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -211,6 +212,10 @@ class EngineGauges(Collector):
             "forks": ("forks", "Sequences forked from another one."),
             "moved_blocks": ("moved_blocks", "KV blocks copied, swapped or promoted."),
             "lost_steps": ("lost_steps", "Steps lost by a failure of the runner."),
+            "replayed_steps": ("replayed_steps", "Steps run as a captured CUDA graph."),
+            "eager_steps": ("eager_steps", "Steps launched kernel by kernel on a GPU."),
+            "eager_launch_seconds": ("eager_s", "Host time of launching those."),
+            "graph_capture_seconds": ("capture_s", "Host time of capturing CUDA graphs."),
         }
         for name, (field, text) in names.items():
             yield _counter(name, text, self.total(field))
@@ -220,13 +225,17 @@ class EngineGauges(Collector):
             paced.add_metric([bound], self.total(f"steps_{bound}"))
         yield paced
         yield from self._gauges(stats)
-        yield self._memory_gauge()
+        yield self._memory_gauge(stats)
 
-    def _memory_gauge(self) -> Metric:
+    def _memory_gauge(self, stats: EngineStats | None) -> Metric:
+        """As the engine became ready, but for the CUDA graphs that were captured since."""
         info = self.info()
+        usage = MemoryUsage() if info is None else info.memory
+        if stats is not None:
+            usage = usage.with_graphs(stats.captured_bytes)
         memory = GaugeMetricFamily("quire_memory_bytes", "Device memory by use.", labels=["holder"])
         for holder in fields(MemoryUsage):
-            memory.add_metric([holder.name], 0 if info is None else getattr(info.memory, holder.name))
+            memory.add_metric([holder.name], getattr(usage, holder.name))
         return memory
 
     def _gauges(self, stats: EngineStats | None) -> Iterator[Metric]:
@@ -245,6 +254,7 @@ class EngineGauges(Collector):
         blocks.add_metric(["host"], now["num_host_blocks"])
         yield blocks
         yield _gauge("kv_promised_blocks", "KV blocks reserved for running requests.", now["num_reserved_blocks"])
+        yield _gauge("captured_shapes", "Step shapes captured as CUDA graphs.", now["captured_shapes"])
         yield _gauge("waiting_for_blocks", "Whether the head of the queue waits for KV blocks.",
                      float(now["waiting_for"] in ("blocks", "pressure")))  # fmt: skip
 

@@ -75,7 +75,7 @@ class StatusLine:
             f"wait {stats.num_waiting} · kv {100 * held / max(stats.num_blocks, 1):.0f} %{hits}"
         )
 
-    def _counts(self) -> tuple[int, int, int]:
+    def _counts(self) -> tuple[float, float, float]:
         gauges = self._metrics.engine
         return gauges.total("prompt_tokens"), gauges.total("cached_tokens"), gauges.total("sampled_tokens")
 
