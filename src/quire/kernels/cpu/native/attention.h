@@ -35,7 +35,7 @@ constexpr int kKeysPerSplit = 512;  // keys that one softmax covers; splits are 
 constexpr int kMaxTileRows = 96;    // queries times heads in a tile
 constexpr int kFewTokens = 4;       // sequences with up to so many queries are computed query by query
 
-static inline void load_numbers(const uint8_t* p, int32_t format, int width, float* out) {
+static inline __attribute__((always_inline)) void load_numbers(const uint8_t* p, int32_t format, int width, float* out) {
     int i = 0;
     if (format == kFloat32) {
         std::memcpy(out, p, sizeof(float) * width);
@@ -149,7 +149,7 @@ struct TileBuffers {
 template <bool kAdd, int kRows, int kColumns>
 static inline void product_tile(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c) {
     Simd::Float total[kRows][kColumns];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < kColumns; j++) total[r][j] = kAdd ? Simd::load(c + r * stride_c + j * Simd::kLanes) : Simd::zero();
@@ -157,40 +157,51 @@ static inline void product_tile(const float* a, int64_t stride_a, const float* b
         Simd::Float right[kColumns];
 #pragma GCC unroll 4
         for (int j = 0; j < kColumns; j++) right[j] = Simd::load(b + k * stride_b + j * Simd::kLanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
             for (int j = 0; j < kColumns; j++) total[r][j] = Simd::multiply_add(right[j], a[r * stride_a + k], total[r][j]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < kColumns; j++) Simd::store(c + r * stride_c + j * Simd::kLanes, total[r][j]);
 }
 
+// All rows of some columns, as many at once as registers allow. Each sum is in the order of the depth, whatever the tile.
+template <bool kAdd, int kColumns>
+static inline void product_strip(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c) {
+    auto strip = [&](auto count) {
+        constexpr int n = decltype(count)::value;
+        for (; rows >= n; rows -= n, a += n * stride_a, c += n * stride_c)
+            product_tile<kAdd, n, kColumns>(a, stride_a, b, stride_b, depth, c, stride_c);
+    };
+    if constexpr (Simd::kProductRows >= 6) strip(std::integral_constant<int, 6>{});
+    strip(std::integral_constant<int, 4>{});
+    strip(std::integral_constant<int, 3>{});
+    strip(std::integral_constant<int, 2>{});
+    strip(std::integral_constant<int, 1>{});
+}
+
 template <bool kAdd>
 static void product(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, int columns) {
-    constexpr int kWide = 2;
-    for (int j = 0; j < columns;) {
-        const bool wide = j + kWide * Simd::kLanes <= columns;
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) {
-            if (wide) product_tile<kAdd, 4, kWide>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
-            else product_tile<kAdd, 4, 1>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
-        }
-        for (; r < rows; r++) {
-            if (wide) product_tile<kAdd, 1, kWide>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
-            else product_tile<kAdd, 1, 1>(a + r * stride_a, stride_a, b + j, stride_b, depth, c + r * stride_c + j, stride_c);
-        }
-        j += wide ? kWide * Simd::kLanes : Simd::kLanes;
-    }
+    int j = 0;
+    auto strips = [&](auto count) {
+        constexpr int n = decltype(count)::value;
+        for (; j + n * Simd::kLanes <= columns; j += n * Simd::kLanes)
+            product_strip<kAdd, n>(a, stride_a, rows, b + j, stride_b, depth, c + j, stride_c);
+    };
+    if constexpr (Simd::kProductColumns >= 4) strips(std::integral_constant<int, 4>{});
+    strips(std::integral_constant<int, 2>{});
+    strips(std::integral_constant<int, 1>{});
 }
 
 static inline int padded_dim(int dim) { return (dim + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes; }
 
 // Keys [base + begin, base + count) as float32: keys [dim, kKeys], values [kKeys, padded]. base is a multiple of kKeys.
 // Those before them are zeros: their blocks may hold anything.
-static void load_tile(const KvLayer& kv, const int32_t* table, int head, int dim, int base, int begin, int count, TileBuffers& buffers) {
+template <int32_t format>
+static void load_tile_of(const KvLayer& kv, const int32_t* table, int head, int dim, int base, int begin, int count, TileBuffers& buffers) {
     const int padded = padded_dim(dim);
     if (begin > 0) {
         for (int d = 0; d < dim; d++) std::fill(buffers.keys.data() + d * kKeys, buffers.keys.data() + d * kKeys + begin, 0.0f);
@@ -199,15 +210,23 @@ static void load_tile(const KvLayer& kv, const int32_t* table, int head, int dim
     for (int i = begin; i < count;) {
         const int key = base + i, offset = key % kv.block_size, run = std::min(kv.block_size - offset, count - i);
         const int64_t block = table[key / kv.block_size];
-        const uint8_t* keys = keys_of(kv, block, head, dim) + offset * number_bytes(kv.format);
+        const uint8_t* keys = keys_of(kv, block, head, dim) + offset * number_bytes(format);
         for (int d = 0; d < dim; d++)
-            load_numbers(keys + (int64_t)d * kv.block_size * number_bytes(kv.format), kv.format, run, buffers.keys.data() + d * kKeys + i);
+            load_numbers(keys + (int64_t)d * kv.block_size * number_bytes(format), format, run, buffers.keys.data() + d * kKeys + i);
         for (int j = 0; j < run; j++)
-            load_numbers(value_of(kv, block, offset + j, head), kv.format, dim, buffers.values.data() + (i + j) * padded);
+            load_numbers(value_of(kv, block, offset + j, head), format, dim, buffers.values.data() + (i + j) * padded);
         i += run;
     }
     if (count < kKeys)
         for (int d = 0; d < dim; d++) std::fill(buffers.keys.data() + d * kKeys + count, buffers.keys.data() + (d + 1) * kKeys, 0.0f);
+}
+
+static inline void load_tile(const KvLayer& kv, const int32_t* table, int head, int dim, int base, int begin, int count, TileBuffers& buffers) {
+    switch (kv.format) {
+        case kFloat32: return load_tile_of<kFloat32>(kv, table, head, dim, base, begin, count, buffers);
+        case kFloat16: return load_tile_of<kFloat16>(kv, table, head, dim, base, begin, count, buffers);
+        default: return load_tile_of<kBfloat16>(kv, table, head, dim, base, begin, count, buffers);
+    }
 }
 
 // Rows of queries over keys [first, last) of one split. Row r is at position + r / group. queries: [rows, padded],

@@ -18,7 +18,8 @@ struct Simd {
     static constexpr int kMaxTokens = 2;
 #endif
     static constexpr int kMaxPlainTokens = 4;  // the same for weights that are not quantized
-    static constexpr int kCodeBytes = 2;       // of an activation
+    static constexpr int kProductRows = 4, kProductColumns = 2;  // sums of a float32 product, in registers
+    static constexpr int kCodeBytes = 2;  // of an activation
 
     struct Int { int32x4_t v[2]; };
     struct Float { float32x4_t v[2]; };

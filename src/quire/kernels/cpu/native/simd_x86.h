@@ -22,6 +22,7 @@ struct Simd {
     static constexpr int kLanes = 16;
     static constexpr int kMaxTokens = 8;
     static constexpr int kMaxPlainTokens = 8;
+    static constexpr int kProductRows = 6, kProductColumns = 4;  // sums of a float32 product, in registers
 #if defined(__AMX_INT8__)
     static constexpr int kCodeBytes = 4;  // of an activation
 #else
@@ -122,6 +123,7 @@ struct Simd {
     static constexpr int kLanes = 8;
     static constexpr int kMaxTokens = 4;
     static constexpr int kMaxPlainTokens = 4;
+    static constexpr int kProductRows = 6, kProductColumns = 2;
     static constexpr int kCodeBytes = 2;
     using Int = __m256i;
     using Float = __m256;
