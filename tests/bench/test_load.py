@@ -96,6 +96,7 @@ def test_a_refused_request_is_a_failure_with_its_reason(quire: Shell, server: Lo
         (("--url", "http://here:port"), "not an address"),
         (("--simulate", "--scale", "2", "--rate", "2"), "not both"),
         (("--simulate", "--scale", "0"), "--scale"),
+        (("--url", "http://127.0.0.1:1", "--itl-target", "9"), "--simulate"),
         (("--simulate", "--level", "500"), "TTFT/TPOT"),
         (("--simulate", "--level", "0/30"), "TTFT/TPOT"),
         (("--simulate", "--trace", "nowhere"), "nowhere"),
@@ -117,6 +118,8 @@ def test_the_simulated_form_has_the_same_report(quire: Shell, server: LocalServe
     assert simulated.keys() == json.loads(quire(*asked, "--url", server.url).out).keys()
     assert simulated["cached_tokens"] == 1024 and simulated["output_tokens"] == 6
     assert simulated == json.loads(quire(*asked, "--simulate").out)
+    slow = json.loads(quire(*asked, "--simulate", "--itl-target", "6").out)
+    assert slow["ttft_ms"]["max"] >= simulated["ttft_ms"]["max"] and slow["itl_target_s"] == 0.006
 
 
 def test_capacity_of_the_simulated_server(quire: Shell) -> None:

@@ -67,7 +67,7 @@ def test_the_command_as_a_table_and_as_json(quire: Shell, tmp_path: Path) -> Non
     assert (result.status, report["requests"], report["scale"]) == (0, 20, 4.0)
     assert [run["name"] for run in report["runs"]] == ["none", "kept", "usual"]
     assert all(run["first_token_ms"]["p50"] > 0 for run in report["runs"])
-    table = quire(*window, "--itl-target", "15")
+    table = quire(*window, "--itl-target", "15", "--ttft-target", "60")
     assert table.status == 0 and "15.0 ms, named" in table.out
     late = quire("bench", "pacing", "--workload", str(trace), "--skip", "50")
     assert late.status != 0 and "it has 39 s" in late.err

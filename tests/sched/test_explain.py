@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from quire.core.ids import RequestId
 from quire.core.request import RequestGroup, Sequence, WaitCause
 from quire.core.step import FinishReason
+from quire.sched.cost_model import Constants, CostTable
 from quire.sched.explain import Explanation, Wait, WaitHistory
+from quire.sched.pacing import StepBound
 from quire.sched.policy import Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
@@ -44,6 +46,20 @@ def test_a_step_without_tokens_left() -> None:
     second = bench.add(counting(50, 8), 1)
     bench.run_out()
     assert events(bench, second).waits == (Wait(0, 1, WaitCause.BUDGET),)
+
+
+def test_what_sized_the_steps_of_a_prompt() -> None:
+    """A token takes a millisecond: of 20 ms a decoding row takes one, and no other prompt waits."""
+    policy = Policy(itl_target_s=0.02, ttft_target_s=1.0)
+    cost = CostTable(Constants(0.0, 0.0, 1e-3, 0.0, 0.0))
+    bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
+    bench.add(counting(0, 4), 30)
+    bench.turn()
+    late = bench.add(counting(50, 50), 2)
+    bench.run_out()
+    explanation = events(bench, late)
+    assert explanation.paced_by == ((StepBound.ITL, 2),), "the third step holds what is left"
+    assert any("its steps had the size of the ITL target (2)" in line for line in explanation.lines())
 
 
 def test_a_full_cache() -> None:

@@ -1,12 +1,15 @@
 """What was computed before is found again: exactly, not too early, and never across partitions."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.moves import Tier
 from quire.core.request import EventKind, Sequence, WaitCause
 from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput
-from tests.sched.stepping import Bench, counting, events_of, oracle_output
+from quire.sched.queue import OrderPolicy
+from tests.sched.stepping import NEVER, Bench, counting, events_of, oracle_output
 
 SHARED = counting(1, 10)
 
@@ -249,3 +252,17 @@ def test_without_a_host_tier_the_cache_miss_names_the_evictor() -> None:
     assert (miss.detail, miss.other) == ("evicted in step 1", evictor.request.id)
     assert all(not plan.moves for plan in bench.plans)
     assert not any(event.cause is WaitCause.PREFIX for event in again.group.events)
+
+
+def test_a_long_prompt_that_is_cached_but_for_its_end_waits_with_the_short_ones() -> None:
+    """One row is taken; the long prompts yield to the chat behind them, unless the cache holds them."""
+    policy = replace(NEVER, order=OrderPolicy(long_prompt=16, lane_patience_s=100.0))
+    bench = Bench(blocks=40, rows=1, policy=policy)
+    after(bench, counting(1, 20))
+    bench.add([7, 8], 5)
+    bench.turn()
+    new, cached, chat = bench.add(counting(300, 20), 1), bench.add(counting(1, 19), 1), bench.add([9], 1)
+    assert (new.group.num_uncached, cached.group.num_uncached) == (20, 1)
+    bench.run_out()
+    started = [events_of(sequence, EventKind.ADMITTED)[0].step for sequence in (cached, chat, new)]
+    assert started == sorted(started)

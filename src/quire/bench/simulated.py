@@ -4,7 +4,7 @@ Requests run through the real scheduler; nothing is timed here. For the regimes,
 a step takes the time that a roofline model predicts for an 8B model on one H200; memory is counted by
 `sim/simulator.py`. For step sizing and for a server under a load, a step takes the time of Llama-3.1-8B on an H200
 under lasting load: matrix products by tokens, interpolated between measured sizes; attention by the keys that are read
-(docs/performance/ledger, sections 38 and 50, compare both). Planning takes no time.
+(docs/performance/ledger, sections 38 and 52, compare both). Planning takes no time.
 """
 
 from collections.abc import Callable
@@ -172,15 +172,19 @@ class StepSizing(NamedTuple):
     per_decode: float = 0.0
 
 
-def sizings(target_s: float | None = None) -> list[StepSizing]:
-    """The compared policies. Target None: the default of a server."""
+def sizings(itl_s: float | None = None, ttft_s: float | None = None) -> list[StepSizing]:
+    """The compared policies, the last with the targets of a server; None: its defaults."""
     default_s = usual_itl_s(H200.products_ms[0] / 1000)
-    if target_s is not None:
-        return [StepSizing("none", None), StepSizing("named", target_s)]
+    target_s = default_s if itl_s is None else itl_s
     return [
         StepSizing("none", None),
-        StepSizing("kept", default_s),
-        StepSizing("usual", default_s, TTFT_PER_ITL * default_s, PER_DECODE),
+        StepSizing("kept", target_s),
+        StepSizing(
+            "usual" if itl_s is None and ttft_s is None else "named",
+            target_s,
+            TTFT_PER_ITL * target_s if ttft_s is None else ttft_s,
+            PER_DECODE if itl_s is None else 0.0,
+        ),
     ]
 
 

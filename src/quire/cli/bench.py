@@ -360,6 +360,10 @@ def _load_options(command: Command) -> Command:
         click.option("--url", metavar="URL", help="Address of an OpenAI-style server, such as http://127.0.0.1:8000."),
         click.option("--simulate", is_flag=True, help="Instead of a server: quire's scheduler on a simulated H200 with "
                      "Llama-3.1-8B."),
+        click.option("--itl-target", "itl_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
+                     help="Of the simulated server: its inter-token latency target."),
+        click.option("--ttft-target", "ttft_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
+                     help="Of the simulated server: its time-to-first-token target."),
         click.option("--trace", default="sharegpt", show_default=True, metavar="NAME",
                      help="A trace file (.csv, .jsonl, gzipped or not), or sharegpt, mooncake, stall."),
         click.option("--from", "from_s", type=FiniteRange(0), default=0.0, show_default=True, metavar="S",

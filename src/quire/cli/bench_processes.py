@@ -63,6 +63,8 @@ class LoadRun(NamedTuple):
     window: TraceWindow
     server: TargetServer | None  # None: simulated
     settings: LoadSettings
+    itl_s: float | None = None  # targets of the simulated server; None: its defaults
+    ttft_s: float | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "LoadRun":
@@ -70,6 +72,9 @@ class LoadRun(NamedTuple):
             raise ConfigError("Give the address of a server with --url, or --simulate.", param="url")
         if given["rate"] is not None and given["scale"] is not None:
             raise ConfigError("Give --scale, a factor on the trace's rate, or --rate, not both.", param="rate")
+        targets_s = [None if (ms := given[name]) is None else ms / 1000 for name in ("itl_target_ms", "ttft_target_ms")]
+        if not given["simulate"] and targets_s != [None, None]:
+            raise ConfigError("--itl-target and --ttft-target go with --simulate: a server has its own.", param="url")
         key_file: Path | None = given["api_key_file"]
         server = None
         if given["url"] is not None:
@@ -78,7 +83,7 @@ class LoadRun(NamedTuple):
             given["from_s"], given["seconds"], given["scale"] or 1.0, given["rate"], given["max_prompt"]
         )
         settings = LoadSettings(given["vocab_size"], given["seed"], given["warm_up"], given["timeout_s"])
-        return cls(given["trace"], window, server, settings)
+        return cls(given["trace"], window, server, settings, *targets_s)
 
     def rows(self, scale: float = 1.0) -> list[TraceRow]:
         """The requests, at a further factor on their rate."""
@@ -91,7 +96,7 @@ class LoadRun(NamedTuple):
 
     def send(self, rows: Many[TraceRow]) -> list[ServedRequest]:
         if self.server is None:
-            return simulate(rows, H200_MACHINE, sizings()[-1], HTTP_OVERHEAD)
+            return simulate(rows, H200_MACHINE, sizings(self.itl_s, self.ttft_s)[-1], HTTP_OVERHEAD)
         return send_load(rows, self.server, self.settings)
 
     @property
@@ -104,6 +109,8 @@ class LoadRun(NamedTuple):
             "quire": __version__,
             "command": ["quire", *sys.argv[1:]],
             "simulated": self.server is None,
+            "itl_target_s": self.itl_s,
+            "ttft_target_s": self.ttft_s,
             "server": server,
             "trace": Path(self.trace).name,
             **self.window._asdict(),

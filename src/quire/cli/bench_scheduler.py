@@ -164,9 +164,11 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"The plot cannot be written to {path}: {error.strerror or error}.", param="plot") from None
 
 
-def pacing(workload: str, window: TraceWindow, itl_target_ms: float | None, as_json: bool) -> None:
+def pacing(
+    workload: str, window: TraceWindow, itl_target_ms: float | None, ttft_target_ms: float | None, as_json: bool
+) -> None:
     rows = window.select(trace_rows(workload), workload)
-    policies = sizings(None if itl_target_ms is None else itl_target_ms / 1000)
+    policies = sizings(*(None if target is None else target / 1000 for target in (itl_target_ms, ttft_target_ms)))
     results = []
     for policy in policies:
         err.print(policy.name, style="dim")

@@ -336,16 +336,18 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
               help="Seconds of arrivals.")  # fmt: skip
 @click.option("--itl-target", "itl_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
               help="Inter-token latency target, instead of the default.")  # fmt: skip
+@click.option("--ttft-target", "ttft_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
+              help="Time-to-first-token target, instead of the default.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def bench_pacing(
     workload: str, rate: float | None, scale: float, skip_s: float, seconds: float, itl_target_ms: float | None,
-    as_json: bool,
+    ttft_target_ms: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Effect of step sizing on time to first token and inter-token latency, on a simulated H200."""
     from quire.cli.bench_scheduler import pacing as work
     from quire.workload.traces import TraceWindow
 
-    work(workload, TraceWindow(skip_s, seconds, scale, rate), itl_target_ms, as_json)
+    work(workload, TraceWindow(skip_s, seconds, scale, rate), itl_target_ms, ttft_target_ms, as_json)
 
 
 for command in COMMANDS:

@@ -27,7 +27,7 @@ _BESIDE_PROMPTS = 3.0  # and this factor times the step of a single decoding row
 PER_DECODE = 1.6  # and this factor times the step without prompts: a step of many rows takes long by itself
 TTFT_PER_ITL = 3.0  # TTFT, of what waits, by the ITL target
 
-# Chosen on some windows of traces, reported on others: docs/performance/ledger, section 50.
+# Chosen on some windows of traces, reported on others: docs/performance/ledger, section 52.
 UTILIZATION = 0.3  # of (ii), within LOAD_STRETCH: a queue goes with 1 / (1 - utilization)
 HIGH_UTILIZATION = 0.5  # of (ii), within MAX_STRETCH
 LOAD_STRETCH = 2.2  # longest step for the load, or for a long prompt that nothing waits for, by the ITL target
