@@ -104,7 +104,7 @@ def _opened(model: str | None) -> OpenedModel:
     return open_anew(EngineConfig(model=model))
 
 
-def _open_model(config: EngineConfig, *_: object) -> OpenedModel:
+def _open_model(config: EngineConfig, *_: object, **__: object) -> OpenedModel:
     return _opened(config.model)
 
 

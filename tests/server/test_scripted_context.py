@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
-from tests.server.local_server import local_server
+from tests.server.server_process import serving
 
 
 def test_a_script_goes_beyond_its_models_context(tmp_path: Path, default_model_path: Path) -> None:
-    with local_server(tmp_path, [{"say": "hi"}], "--max-model-len", "32k") as server, server.client() as client:
+    """By the command, which opens the model before the engine does."""
+    script = tmp_path / "script.jsonl"
+    script.write_text('{"say": "hi"}')
+    flags = ("--script", str(script), "--max-model-len", "32k", "--kv-cache-memory", "3GiB")
+    with serving(*flags) as server, server.client() as client:
         (model,) = client.get("/v1/models").json()["data"]
         response = client.post("/v1/completions", json={"prompt": "word " * 20_000, "max_tokens": 1})
     assert model["max_model_len"] == 32768

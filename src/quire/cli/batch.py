@@ -35,7 +35,7 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
     with _open_input(source) as lines, opened_output(None if target == _STANDARD else Path(target)) as output:
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         with progress_bars() as bars:
-            opened = open_model(config, bars.fetched)
+            opened = open_model(config, bars.fetched, scripted=served_model.script is not None)
         server = ServerConfig(
             opened=opened,
             config=config,

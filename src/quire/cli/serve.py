@@ -125,7 +125,7 @@ def _server_config(config: EngineConfig, served_model: ServedModelOptions, given
     from quire.server.server import ServerConfig
 
     with progress_bars() as bars:
-        opened = open_model(config, bars.fetched)
+        opened = open_model(config, bars.fetched, scripted=served_model.script is not None)
     return ServerConfig(
         opened=opened,
         config=config,

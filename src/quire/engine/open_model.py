@@ -45,10 +45,11 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         ) from error
 
 
-def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
-    """Find the model, and fetch it if it must be."""
+def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: bool = False) -> OpenedModel:
+    """Find the model, and fetch it if it must be. A scripted one has no positions to run out of."""
     name, checkpoint = _find(config, fetching)
-    check_length(config, checkpoint.spec)
+    if not scripted:
+        check_length(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
     return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
 

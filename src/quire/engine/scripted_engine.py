@@ -39,7 +39,7 @@ class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
     """The engine, with the tokenizer, template and context of the model that was named."""
-    opened = open_model(config, watch.fetching)
+    opened = open_model(config, watch.fetching, scripted=True)
     if opened.tokenizer is None:
         raise NoTokenizer("a script needs one")
     script = Script(path, opened, opened.tokenizer)
