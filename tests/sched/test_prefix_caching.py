@@ -9,6 +9,7 @@ from quire.core.request import EventKind, Sequence, WaitCause
 from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput
 from quire.sched.queue import OrderPolicy
+from quire.sched.reference_checks import add_reference_checks
 from tests.sched.stepping import NEVER, Bench, counting, events_of, oracle_output
 
 SHARED = counting(1, 10)
@@ -266,3 +267,17 @@ def test_a_long_prompt_that_is_cached_but_for_its_end_waits_with_the_short_ones(
     bench.run_out()
     started = [events_of(sequence, EventKind.ADMITTED)[0].step for sequence in (cached, chat, new)]
     assert started == sorted(started)
+
+
+def test_a_long_prompt_that_returns_to_the_queue_keeps_its_lane() -> None:
+    """Its prompt is cached by then. In another lane, its old place would count again."""
+    policy = replace(NEVER, order=OrderPolicy(long_prompt=16, lane_patience_s=100.0))
+    bench = Bench(blocks=40, rows=2, policy=policy)
+    add_reference_checks(bench.scheduler)
+    long = bench.add(counting(1, 20), 9)
+    bench.turns(3)
+    bench.scheduler.withdraw_all()
+    bench.turn()
+    chats = [bench.add([number], 2) for number in (5, 6, 7)]
+    bench.run_out()
+    assert long.group.num_uncached == 20 and all(chat.finished for chat in (long, *chats))

@@ -139,7 +139,7 @@ class RequestGroup:
         self.has_first_token = False  # one of its sequences has emitted a token
         self.admitted_s: float | None = None  # when it first got rows
         self.num_cached = 0  # prompt tokens found in the cache at its first admission
-        self.num_uncached = len(request.prompt)  # prompt tokens to compute, as far as known: which lane it waits in
+        self.num_uncached = len(request.prompt)  # that the cache did not hold when it came: which lane it waits in
         self.events: list[RequestEvent] = []
 
     @property

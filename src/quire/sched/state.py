@@ -90,18 +90,19 @@ class SchedulerState:
         self.groups[group.request.id] = group
         self.num_masked += group.request.sampling.masked
         self.shares.arrive(group.request.tenant)
-        self._queue(group, group.arrived_s)
+        self._note_uncached(group)
+        self.waiting.push(group, group.arrived_s)
         self.deadlines.watch(group)
         self.load.arrive(len(group.request.prompt), group.arrived_s)
         group.note(RequestEvent(self.last_planned + 1, EventKind.ARRIVED, tokens=len(group.request.prompt)))
 
-    def _queue(self, group: RequestGroup, since_s: float) -> None:
-        """A long prompt of which the cache holds all but a short end waits with the short ones."""
+    def _note_uncached(self, group: RequestGroup) -> None:
+        """A long prompt of which the cache holds all but a short end waits with the short ones. Once, at its arrival:
+        a group that returns to the queue has its place in the same lane."""
         prompt, wide = group.request.prompt, group.request.sampling.prompt_wide
         if len(prompt) >= self.policy.order.long_prompt:
             match = self.kv.match(group.owner, prompt, 0 if wide else len(prompt) - 1)
             group.num_uncached = len(prompt) - self.kv.num_found(match)
-        self.waiting.push(group, since_s)
 
     def may_admit(self, group: RequestGroup) -> bool:
         return self.admissible is None or group.order in self.admissible
@@ -117,7 +118,7 @@ class SchedulerState:
         excluded, self.excluded = self.excluded, []
         for group in excluded:
             if not group.finished:
-                self._queue(group, group.arrived_s)
+                self.waiting.push(group, group.arrived_s)
 
     def add_known_tokens(self, sequence: Sequence) -> None:
         """Compute the known tokens of a sequence: a prefill, or the single token of a beam."""
@@ -245,7 +246,7 @@ class SchedulerState:
             return
         if not group.finished:
             if group not in self.waiting and not self.inflight_prefixes.follows(group):
-                self._queue(group, self.now_s)
+                self.waiting.push(group, self.now_s)
             return
         self.waiting.discard(group)
         self.inflight_prefixes.forget(group)
@@ -259,7 +260,7 @@ class SchedulerState:
     def requeue_ready(self) -> None:
         """Queue groups whose in-flight prefix is computed or gone, at most `MAX_REQUEUED` per step."""
         for group in self.inflight_prefixes.take_ready(MAX_REQUEUED):
-            self._queue(group, group.arrived_s)
+            self.waiting.push(group, group.arrived_s)
 
     # Derived values.
 
