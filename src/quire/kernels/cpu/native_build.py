@@ -51,6 +51,11 @@ VARIANTS = {
     ),
     "aarch64": (
         Variant(
+            "neon_i8mm",
+            ("-march=armv8.2-a+dotprod+fp16+i8mm", "-fno-schedule-insns"),
+            frozenset({"asimd", "asimddp", "asimdhp", "i8mm"}),
+        ),
+        Variant(
             "neon_dotprod",
             ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns"),
             frozenset({"asimd", "asimddp", "asimdhp"}),

@@ -71,10 +71,8 @@ static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int6
         const Simd::Half values = Simd::load_half<half>(x + t * stride);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            total[t][v] = Simd::dot<0>(total[t][v], codes[0][v], values);
-            total[t][v] = Simd::dot<1>(total[t][v], codes[1][v], values);
-            total[t][v] = Simd::dot<2>(total[t][v], codes[2][v], values);
-            total[t][v] = Simd::dot<3>(total[t][v], codes[3][v], values);
+            total[t][v] = Simd::dot<0>(total[t][v], codes[0][v], codes[1][v], values);
+            total[t][v] = Simd::dot<2>(total[t][v], codes[2][v], codes[3][v], values);
         }
     }
 }

@@ -1,7 +1,7 @@
 // Vectors of 8 output rows on Arm: NEON, with the dot-product instructions where they are compiled in.
 //
-// With them, an activation's code is two bytes, 256 * high + low, in a plane each, and sums are kept for each plane.
-// Without, codes are multiplied as 16-bit words, and the four lanes of a row's sum are added at the end of the group.
+// With them, an activation's code is two bytes, 256 * high + low, in a plane each, and sums are kept for each plane. With
+// the instructions for matrices (i8mm) one of them multiplies two rows with both planes. Without either, codes are multiplied as 16-bit words, and the four lanes of a row's sum are added at the end of the group.
 #pragma once
 #include <arm_neon.h>
 
@@ -25,9 +25,14 @@ struct Simd {
     struct Float { float32x4_t v[2]; };
     struct Bytes { int8x16_t v[2]; };
 #if defined(__ARM_FEATURE_DOTPROD)
+    using Codes = Bytes;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    struct Dots { int32x4_t v[4]; };  // of two rows each: high, low, high, low
+    struct Half { int8x16_t v[2]; };  // 8 quantized activations each: high bytes, then low ones
+#else
     struct Dots { Int high, low; };
     struct Half { int8x16_t high, low; };  // 16 quantized activations
-    using Codes = Bytes;
+#endif
 #else
     struct Dots { int32x4_t v[8]; };  // by row
     struct Half { const int8_t* p; };
@@ -60,7 +65,34 @@ struct Simd {
         const int8x16_t t = vld1q_s8(table);
         return {{vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[0])), vqtbl1q_s8(t, vreinterpretq_u8_s8(x.v[1]))}};
     }
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    static inline Dots set_dots(int32_t x) {
+        const int32x4_t start = vsetq_lane_s32(x, vsetq_lane_s32(x, vdupq_n_s32(0), 1), 3);
+        return {{start, start, start, start}};
+    }
+    template <bool kSigned>
+    static inline Codes widen(Bytes x) { return x; }
+    template <int half>
+    static inline Half load_half(const int8_t* group) { return {{vld1q_s8(group + 32 * half), vld1q_s8(group + 32 * half + 16)}}; }
+    template <int quad>
+    static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
+        for (int i = 0; i < 2; i++) {
+            const int32x4_t first = vreinterpretq_s32_s8(codes.v[i]), second = vreinterpretq_s32_s8(next.v[i]);
+            total.v[2 * i] = vmmlaq_s32(total.v[2 * i], vreinterpretq_s8_s32(vzip1q_s32(first, second)), x.v[quad / 2]);
+            total.v[2 * i + 1] = vmmlaq_s32(total.v[2 * i + 1], vreinterpretq_s8_s32(vzip2q_s32(first, second)), x.v[quad / 2]);
+        }
+        return total;
+    }
+    static inline Float to_float(Dots x) { return {{four_rows(x.v[0], x.v[1]), four_rows(x.v[2], x.v[3])}}; }
+    static inline float32x4_t four_rows(int32x4_t first, int32x4_t second) {
+        return vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(vuzp1q_s32(first, second), 8), vuzp2q_s32(first, second)));
+    }
+    static inline void store_codes(int8_t* group, int at, Int x) {
+        const int16x8_t words = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
+        vst1_s8(group + 2 * at, vshrn_n_s16(vaddq_s16(words, vdupq_n_s16(128)), 8));
+        vst1_s8(group + 2 * at + 8, vmovn_s16(words));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
     static inline Dots set_dots(int32_t x) {
         const int32x4_t zero = vdupq_n_s32(0), start = vdupq_n_s32(x);
         return {{{zero, zero}}, {{start, start}}};
@@ -70,12 +102,14 @@ struct Simd {
     // One half of a group's activations.
     template <int half>
     static inline Half load_half(const int8_t* group) { return {vld1q_s8(group + 16 * half), vld1q_s8(group + 32 + 16 * half)}; }
-    // Adds the products of 4 codes of each row with activations 4 * quad to 4 * quad + 3 of the half.
+    // Adds the products of 8 codes of each row, a quad and the next, with those activations of the half.
     template <int quad>
-    static inline Dots dot(Dots total, Codes codes, Half x) {
+    static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
         for (int i = 0; i < 2; i++) {
             total.high.v[i] = vdotq_laneq_s32(total.high.v[i], codes.v[i], x.high, quad);
             total.low.v[i] = vdotq_laneq_s32(total.low.v[i], codes.v[i], x.low, quad);
+            total.high.v[i] = vdotq_laneq_s32(total.high.v[i], next.v[i], x.high, quad + 1);
+            total.low.v[i] = vdotq_laneq_s32(total.low.v[i], next.v[i], x.low, quad + 1);
         }
         return total;
     }
@@ -100,8 +134,9 @@ struct Simd {
     template <int half>
     static inline Half load_half(const int8_t* group) { return {group + 32 * half}; }
     template <int quad>
-    static inline Dots dot(Dots total, Codes codes, Half x) {
-        const int16x4_t four = vreinterpret_s16_s8(vld1_s8(x.p + 8 * quad));
+    static inline Dots dot(Dots total, Codes codes, Codes next, Half x) { return dot_quad(dot_quad(total, codes, x.p + 8 * quad), next, x.p + 8 * quad + 8); }
+    static inline Dots dot_quad(Dots total, Codes codes, const int8_t* x) {
+        const int16x4_t four = vreinterpret_s16_s8(vld1_s8(x));
         const int16x8_t twice = vcombine_s16(four, four);
         for (int i = 0; i < 4; i++) {
             total.v[2 * i] = vmlal_s16(total.v[2 * i], vget_low_s16(codes.v[i]), four);

@@ -60,9 +60,11 @@ struct Simd {
         else return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
     }
     template <int quad>
-    static inline Dots dot(Dots total, Codes codes, Half x) {
+    static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
         total = dot_pairs(total, codes.even, _mm512_set1_epi32(two_words(x.p + 8 * quad)));
-        return dot_pairs(total, codes.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, codes.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, next.even, _mm512_set1_epi32(two_words(x.p + 8 * quad + 8)));
+        return dot_pairs(total, next.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 12)));
     }
     static inline __m512i dot_pairs(__m512i total, __m512i codes, __m512i values) {
 #if defined(__AVX512VNNI__)
@@ -157,9 +159,11 @@ struct Simd {
         else return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
     }
     template <int quad>
-    static inline Dots dot(Dots total, Codes codes, Half x) {
+    static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
         total = dot_pairs(total, codes.even, _mm256_set1_epi32(two_words(x.p + 8 * quad)));
-        return dot_pairs(total, codes.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, codes.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, next.even, _mm256_set1_epi32(two_words(x.p + 8 * quad + 8)));
+        return dot_pairs(total, next.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 12)));
     }
     static inline __m256i dot_pairs(__m256i total, __m256i codes, __m256i values) {
 #if defined(__AVXVNNI__)
