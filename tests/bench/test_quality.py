@@ -39,14 +39,14 @@ def measured(quire: Shell, text: Path, *forms: str) -> dict[str, Any]:
     return report
 
 
-def test_float32_agrees_with_itself_and_coarser_weights_less(shallow_default: Path, quire: Shell, text: Path) -> None:
+def test_float32_agrees_with_itself_and_other_forms_less(shallow_default: Path, quire: Shell, text: Path) -> None:
     report = measured(quire, text, "dtype=float32", "quantization=none,dtype=bfloat16", "")
     exact, rounded, stored = report["forms"]
     assert report["text"] == "text.txt" and report["window"] == 20
     assert [form["num_positions"] for form in (exact, rounded, stored)] == [50] * 3
     assert (exact["agreement"], exact["mean_kl"], exact["worst_gap"]) == (1.0, pytest.approx(0, abs=1e-7), 0)
-    assert 0 < rounded["mean_kl"] < 0.3 * stored["mean_kl"]
-    assert stored["worst_kl"] >= stored["mean_kl"] > 0
+    assert 0 < stored["mean_kl"] < 0.1 * rounded["mean_kl"], "the file's own values, and activations of 16 bits"
+    assert all(form["worst_kl"] >= form["mean_kl"] for form in (rounded, stored))
     assert "as the file stores them" in stored["weights"] and "bfloat16, from" in rounded["weights"]
 
 

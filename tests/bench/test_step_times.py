@@ -14,7 +14,7 @@ from quire.bench.step_times import (
     measure_steps,
 )
 from quire.core.errors import ConfigError
-from quire.core.step import Masks, Pending, StepPlan
+from quire.core.step import Pending, StepPlan
 from quire.engine.oracle_runner import TorchOracleRunner
 from tests.bench.test_engine_bench import ENGINE
 from tests.cli.commands import Shell
@@ -29,9 +29,9 @@ class Recording:
         self._runner = runner
         self.plans: list[StepPlan] = []
 
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+    def launch(self, plan: StepPlan) -> Pending:
         self.plans.append(plan)
-        return self._runner.launch(plan, masks)
+        return self._runner.launch(plan)
 
 
 def measured(*names: str, num_blocks: int = 800, max_rows: int = 80) -> tuple[list[StepFigure], list[StepPlan]]:
