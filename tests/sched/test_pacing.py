@@ -54,6 +54,14 @@ def test_load_takes_the_smallest_size_that_holds_the_utilization() -> None:
     assert smaller / seconds(smaller) < 39_000
 
 
+@pytest.mark.parametrize(("tokens_per_s", "bound"), [(25_000, StepBound.LOAD), (60_000, StepBound.SATURATED)])
+def test_a_load_that_is_carried_is_not_called_saturation(tokens_per_s: float, bound: StepBound) -> None:
+    """No size holds either below the utilization; the first, about half of what the card does, is carried."""
+    found = pace(Demand(tokens_per_s=tokens_per_s))
+    assert found.bound is bound
+    assert (found.num_tokens / seconds(found.num_tokens) >= tokens_per_s) == (bound is StepBound.LOAD)
+
+
 def test_more_than_any_size_carries_is_saturation_at_the_efficient_size() -> None:
     found = pace(Demand(tokens_per_s=1e6, backlog=10**6))
     rates = {size: size / seconds(size) for size in SIZES if seconds(size) <= TARGETS.limit_s}

@@ -54,8 +54,8 @@ class StepBound(Enum):
     LOAD = "load"
     BACKLOG = "backlog"
     LONG_PROMPT = "long_prompt"  # one that nothing waits for, as long as few steps are late
-    SATURATED = "saturated"  # the efficient size: no size carries the load
-    EFFICIENT = "efficient"  # the same, because no row decodes
+    SATURATED = "saturated"  # the load, and more of it than a step of this size carries
+    EFFICIENT = "efficient"  # the efficient size, because no row decodes
     MAX_STEP = "max_step"  # the token budget, or the limit of step times
 
 
@@ -200,7 +200,7 @@ def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: D
     elif length == most:
         bound = StepBound.MAX_STEP
     elif place == by_load:
-        bound = StepBound.LOAD if length >= rate / UTILIZATION * seconds else StepBound.SATURATED
+        bound = StepBound.LOAD if length >= rate * seconds else StepBound.SATURATED
     else:
         bound = StepBound.BACKLOG if place == by_backlog else StepBound.LONG_PROMPT
     return Pace(length, bound, late=seconds > LATE * itl_s)
