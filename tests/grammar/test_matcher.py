@@ -1,5 +1,7 @@
 """A matcher is a function of its tokens, and fails closed."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -96,9 +98,13 @@ def test_many_rows_at_once_are_the_rows_one_by_one(compiler: GrammarCompiler, nu
     answers = [matcher.fork().fill_mask(row) for matcher, row in zip(matchers[:4], expected[:4], strict=True)]
     answers += [matcher.fill_mask(row) for matcher, row in zip(matchers[4:], expected[4:], strict=True)]
     rows = np.full_like(expected, -1)
-    assert MatcherPool(num_threads).fill(matchers, rows) == answers and not answers[4]
-    assert (rows == expected).all()
-    assert MatcherPool(num_threads).fill([], rows[:0]) == []
+    pool = MatcherPool(num_threads, clock=map(float, itertools.count()).__next__)
+    for _ in range(2):  # one after the other, which takes long by this clock, then in threads, if there are any
+        rows[:] = -1
+        assert pool.fill(matchers, rows) == answers and not answers[4]
+        assert (rows == expected).all()
+    assert (pool._executor is not None) == (num_threads > 1)
+    assert pool.fill([], rows[:0]) == []
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -108,8 +114,10 @@ def test_many_tokens_at_once_are_the_tokens_one_by_one(
     """Text, an end token where the text may end, tokens that are not allowed, and matchers that ended or failed."""
     end = next(iter(compiler.vocabulary.end_ids))
     compiled = compiler.compile(Grammar(GrammarKind.REGEX, "[ab]*"))
-    pool, seen = MatcherPool(num_threads), []
+    pool, seen = MatcherPool(num_threads, clock=map(float, itertools.count()).__next__), []
     together = [compiled.matcher() for _ in range(5)]
+    rows = np.zeros((5, compiler.vocabulary.num_words), np.int32)
+    assert all(pool.fill(together, rows)), "takes long by this clock: what follows is in threads, if there are any"
     alone = [compiled.matcher() for _ in range(5)]
     (letter,) = byte_level.encode("a")
     for tokens in ([letter] * 5, [letter, end, compiler.vocabulary.width - 1, letter, end], [letter] * 5):
@@ -121,6 +129,7 @@ def test_many_tokens_at_once_are_the_tokens_one_by_one(
                 theirs.failed, theirs.violated, theirs.ended, theirs.stopped, theirs._tokens
             )  # fmt: skip
     assert not all(seen) and any(seen)
+    assert (pool._executor is not None) == (num_threads > 1)
     together[0].restore()
     row = np.zeros((2, compiler.vocabulary.num_words), np.int32)
     assert together[0].fill_mask(row[0]) == alone[0].fill_mask(row[1]) and (row[0] == row[1]).all()

@@ -24,7 +24,7 @@ from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
 
-_MAX_GRAMMAR_THREADS = 8  # 64 masks take some 15 µs each
+_MAX_GRAMMAR_THREADS = 8  # of masks that take long
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks

@@ -120,7 +120,7 @@ class GrammarMasks:
 
     def _threads(self) -> MatcherPool:
         if self._pool is None:
-            self._pool = MatcherPool(self._num_threads)
+            self._pool = MatcherPool(self._num_threads, self._wall_time)
         return self._pool
 
     def _note_wall_time(self, started_s: float) -> None:
