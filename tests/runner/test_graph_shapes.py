@@ -60,12 +60,13 @@ def test_shapes_to_go_through_are_few_and_short_and_attend_in_every_way(max_rows
 def test_usual_steps_fit_a_shape_captured_before_the_first_request(
     max_rows: int, max_tokens: int, data: st.DataObject
 ) -> None:
-    """Of up to four chunks, with any number of rows. A step computes about twice what it needs at most."""
+    """Of up to 16 chunks, 64 if large, with any number of rows. A step computes about twice what it needs at most."""
     first = ShapeTable()
     first.replace(shapes_to_capture(max_rows, max_tokens).first)
     rows = data.draw(st.integers(0, max_rows))
-    chunks = data.draw(st.integers(1, min(4, max_rows)))
-    step = StepSize(rows, chunks, data.draw(st.integers(min(chunks, max_tokens), max_tokens)))
+    tokens = data.draw(st.integers(1, max_tokens))
+    chunks = data.draw(st.integers(1, min(64 if tokens >= 1024 else 16, max_rows, tokens)))
+    step = StepSize(rows, chunks, tokens)
     fitting = first.smallest(step)
     if rows <= 128 or max_rows <= 128:
         assert fitting is not None and fitting.size <= 2 * step.size + 256

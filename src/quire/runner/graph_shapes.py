@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-_FEW_CHUNKS = 4  # most steps hold chunks of a prompt or two
+# Chunks of a step, from this many tokens on. Unused ones cost nothing that can be measured (ledger, section 55), but
+# rows and chunks together have logits.
+_CHUNKS = ((0, 16), (1024, 64))
 _LONG = 2048  # tokens of one prompt: a long one has other kernels than several short ones
-_MANY_CHUNKS = (16, 64, 256)  # chunks of a step with many short prompts
-_MAX_BESIDE_ALL = 64  # of those beside all rows: rows and chunks together have logits
+_MOST_CHUNKS = 256  # of a step with very many short prompts
 _MIN_CHUNK_TOKENS = 8  # per chunk of such a step
 _MIN_TOKENS = 16
 _BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # decoding rows beside a prompt, below the maximum
@@ -64,7 +65,7 @@ def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
 
     First: the largest decode (holds every other), one row alone, a few between; prompts beside a few numbers of rows,
     by doubling. Later: decodes by halves, a prompt alone, a prompt beside other numbers of rows and with less padding,
-    and many short prompts.
+    and very many short prompts.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [StepSize(rows) for rows in _by_usefulness(row_sizes(max_rows))]
@@ -90,12 +91,7 @@ def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
         *_prompts(0, doubling, max_rows),
         *(shape for rows in beside for shape in _prompts(rows, halves[rows], max_rows)),
         *(shape for rows in beside for shape in _prompts(rows, fine[rows], max_rows)),
-        *(
-            shape
-            for count in _MANY_CHUNKS
-            for rows in (max_rows if count <= _MAX_BESIDE_ALL else max_rows - count, 0)
-            for shape in _many_chunks(rows, count, doubling, max_rows)
-        ),
+        *(shape for rows in (max_rows - _MOST_CHUNKS, 0) for shape in _most_chunks(rows, doubling, max_rows)),
         *(shape for rows in (0, max_rows) for shape in _prompts(rows, [*doubling, *fine[rows]], max_rows)),
     ]
     first = list(dict.fromkeys(first))
@@ -111,14 +107,16 @@ def _first_sizes(rows: int, halves: list[int], max_tokens: int) -> list[int]:
 
 
 def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[StepSize]:
-    """One prompt, or a few, beside this number of rows."""
-    counts = {size: (1, _FEW_CHUNKS) if size >= _LONG else (_FEW_CHUNKS,) for size in sizes}
+    """One prompt, or several, beside this number of rows."""
+    several = {size: max(count for least, count in _CHUNKS if size >= least) for size in sizes}
+    counts = {size: (1, several[size]) if size >= _LONG else (several[size],) for size in sizes}
     return [StepSize(rows, min(count, max_rows), size) for size in sizes for count in counts[size]]
 
 
-def _many_chunks(rows: int, count: int, sizes: list[int], max_rows: int) -> list[StepSize]:
-    fitting = [size for size in sizes if size >= _MIN_CHUNK_TOKENS * count]
-    return [StepSize(rows, count, size) for size in fitting if count <= max_rows]
+def _most_chunks(rows: int, sizes: list[int], max_rows: int) -> list[StepSize]:
+    if max_rows < _MOST_CHUNKS:
+        return []
+    return [StepSize(rows, _MOST_CHUNKS, size) for size in sizes if size >= _MIN_CHUNK_TOKENS * _MOST_CHUNKS]
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
