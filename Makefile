@@ -15,12 +15,12 @@ SANITIZED := $(foreach name,attention copy_blocks decode_inputs decode_schedule 
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_hopper_gemm_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
-.PHONY: serve docs test test-long test-gpu sanitize test-clients test-mutants test-chaos test-attack lint clean
+.PHONY: serve docs test test-long test-gpu sanitize test-clients test-browser test-mutants test-chaos test-attack lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
-SUITE := tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/attack --ignore=tests/clients
+SUITE := tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/attack --ignore=tests/clients --ignore=tests/browser
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(SUITE) $(WORKERS) $(ARGS)
@@ -42,6 +42,10 @@ sanitize: $(VENV)/.test
 # Third-party client libraries, each in its own environment below .venv-clients, against the real server.
 test-clients: $(VENV)/.test
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+# The web pages in headless Chromium, over a scripted server; skipped where there is no Chromium (Debian: apt install chromium).
+test-browser: $(VENV)/.test
+	$(BIN)/python -m pytest tests/browser -rs $(ARGS)
 
 # Mutation tests: one injected bug at a time in a copy of the package; the suite must catch 95 % of them.
 test-mutants: $(VENV)/.test

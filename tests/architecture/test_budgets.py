@@ -8,7 +8,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 MIN_FILE_LINES = 60
-MAX_FILES = 280
+MAX_FILES = 290
 
 FILE_EXCEPTIONS: dict[str, str] = {}  # file: reason
 SMALL_FILES = {  # file: why it does not belong into a neighbour
@@ -27,6 +27,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "kernels/gpu/hopper_support.py": "must load where Gluon is missing",
     "layers/attention.py": "one layer",
     "layers/linear.py": "two layers",
+    "server/static_files.py": "the only file that serves files",
     "weights/dequantize.py": "the protocol, loaded without gguf",
     "weights/gguf_dequantize.py": "imports gguf, which the offline engine does not need",
 }

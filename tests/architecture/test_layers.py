@@ -24,7 +24,7 @@ SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "batc
 SERVER_FILES = (
     *("async_engine", "engine_supervisor", "admission", "metrics", "model_format", "grammar_precompiler"),
     *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),
-    "response_store",
+    *("response_store", "static_files", "examples"),
 )
 
 

@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 
-from quire.server.app import ENDPOINTS
+from quire.server.app import ENDPOINTS, STATIC_ROUTES
 from quire.server.http.auth import make_key_ring
 from quire.server.http.middleware import METHODS
 from tests.attack.advisories import http
@@ -19,13 +19,14 @@ from tests.server.scripted_servers import check_control
 from tests.server.server_process import Running
 
 NUM_TRICKS = 1000
+PUBLIC = {"/health", "/ready", *STATIC_ROUTES}
 NUM_TIMED = 40_000  # of each kind
 
 
 def served_paths() -> list[str]:
     served = [endpoint.path for endpoint in ENDPOINTS]
     named = [path.replace("{name:path}", "a/b").replace("{request_id}", "1") for path in served]
-    return sorted({*named, "/openapi.json", "/nowhere", "/admin", "/admin/x", "/v1"})
+    return sorted({*named, *STATIC_ROUTES, "/openapi.json", "/nowhere", "/admin", "/admin/x", "/v1"})
 
 
 def test_every_route_and_method_without_a_key(server: Running, report: Report) -> None:
@@ -34,7 +35,7 @@ def test_every_route_and_method_without_a_key(server: Running, report: Report) -
     sent = [http(path, {} if method == "POST" else None, method=method, key=None) for method, path in asked]
     responses = asyncio.run(fetch_all(server.port, sent, at_once=16))
     statuses = {pair: response.status for pair, response in zip(asked, responses, strict=True)}
-    public = {pair for pair in asked if pair[0] in ("GET", "HEAD") and pair[1] in ("/health", "/ready")}
+    public = {pair for pair in asked if pair[0] in ("GET", "HEAD") and pair[1] in PUBLIC}
     allowed = {pair for pair, status in statuses.items() if status not in (400, 401)}  # 400: no method of HTTP
     report(f"{len(served_paths())} routes × {len(methods)} methods without a key", dict(Counter(statuses.values())))
     assert allowed == public and {statuses[pair] for pair in public} == {200}
@@ -43,7 +44,7 @@ def test_every_route_and_method_without_a_key(server: Running, report: Report) -
 def tricks() -> list[bytes]:
     """Paths that look public, in requests whose other parts lie about them, too."""
     chance = random.Random(4)
-    paths = [path for path, _ in mutations()]
+    paths = [path for path, _ in mutations() if path not in STATIC_ROUTES]
     hosts = [
         "health",
         "x/health?",
@@ -65,7 +66,9 @@ def tricks() -> list[bytes]:
     sent = []
     for _ in range(NUM_TRICKS):
         target = (
-            chance.choice([*paths, "/v1/models", "/metrics", "/v1/completions", "/"]).encode("utf-8").decode("latin-1")
+            chance.choice([*paths, "/v1/models", "/metrics", "/v1/completions", "/load"])
+            .encode("utf-8")
+            .decode("latin-1")
         )
         target = "".join(char if 33 <= ord(char) < 127 else f"%{ord(char):02x}" for char in target)
         if chance.random() < 0.2:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
-from quire.server.app import ADMIN_ROUTES, Application
+from quire.server.app import ADMIN_ROUTES, STATIC_ROUTES, Application
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import make_key_ring
 from quire.server.http.logs import LogFormat, LogWriter, log_request
@@ -30,7 +30,11 @@ class AccessSettings:
             given["api_keys"], given["api_key_file"], given["admin_key"], given["admin_key_file"]
         )
         self._options = AccessOptions(
-            _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), ADMIN_ROUTES, own_host=host
+            _body_limit(given["max_body_bytes"]),
+            tuple(given["allowed_origins"]),
+            ADMIN_ROUTES,
+            tuple(STATIC_ROUTES),
+            own_host=host,
         )
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])

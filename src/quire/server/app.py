@@ -1,15 +1,13 @@
-"""The ASGI application: the table of endpoints, their OpenAPI document, and two HTML pages.
+"""The ASGI application: the table of endpoints, their OpenAPI document, and the web pages.
 
 A plain Starlette application. Authentication, limits and logs are in the middleware around it. The OpenAPI document is
-made from the table and the msgspec structs that decode the bodies. The pages (a chat at /, the endpoints at /docs) load
-nothing from other hosts.
+made from the table and the msgspec structs that decode the bodies. The pages are the files of `static_files.py`.
 """
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +21,7 @@ from quire.server.admission import AdmittedEndpoint, client_of
 from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
+from quire.server.examples import EXAMPLES
 from quire.server.http.errors import HANDLERS
 from quire.server.http.request_context import context_of, route_path
 from quire.server.openai import models, responses
@@ -38,6 +37,7 @@ from quire.server.request.schema import (
     EmbeddingBody,
     TokenizeBody,
 )
+from quire.server.static_files import static_file, static_routes
 from quire.server.tgi import generate as tgi
 from quire.server.tgi.generate import GenerateBody
 from quire.version import __version__
@@ -135,20 +135,10 @@ def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str
             {"name": name, "in": "path", "required": True, "schema": schema_of_name} for name in names
         ]
     if schema is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        examples = {name: {"value": body} for name, body in EXAMPLES[endpoint.path].items()}
+        content = {"application/json": {"schema": schema, "examples": examples}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
-
-
-_PAGES_FOLDER = Path(__file__).parent / "pages"
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-}
-
-
-async def page(name: str, state: ServerState, request: Request) -> Response:
-    return Response((_PAGES_FOLDER / name).read_bytes(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
 OPENAI = (
@@ -194,11 +184,8 @@ ADMIN = (
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
-HTML = (
-    Endpoint("GET", "/", partial(page, "chat.html"), "Chat page.", in_schema=False),
-    Endpoint("GET", "/docs", partial(page, "docs.html"), "API documentation page.", in_schema=False),
-)
-ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN, *HTML)
+ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN)
+STATIC_ROUTES = static_routes()
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)
 
@@ -243,4 +230,5 @@ def make_app(state: ServerState) -> Application:
         handler = partial(endpoint.handler, state)
         served = AdmittedEndpoint(handler) if endpoint.generates else handler
         routes.append(Route(endpoint.path, served, methods=[endpoint.method]))
-    return Application(state, [*routes, Route("/openapi.json", schema)])
+    files = [Route(path, partial(static_file, name)) for path, name in STATIC_ROUTES.items()]
+    return Application(state, [*routes, *files, Route("/openapi.json", schema)])

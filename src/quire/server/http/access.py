@@ -50,6 +50,7 @@ class AccessOptions:
     max_body_bytes: int = 16 << 20
     allowed_origins: tuple[str, ...] = ()
     admin_routes: tuple[str, ...] = ()  # patterns; every path below /admin/ needs the admin key in any case
+    page_routes: tuple[str, ...] = ()  # exact paths of web pages and their files, read without a key
     own_host: str = "localhost"  # where the server listens
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class AccessCheck:
             name.lower()
             for name in (options.own_host, socket.gethostname(), *(_name(_host(origin)) for origin in self._origins))
         )
+        self._pages = frozenset(options.page_routes)
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +115,7 @@ class AccessCheck:
     def _authenticate(self, scope: Scope, headers: dict[bytes, bytes], context: RequestContext) -> Identity:
         path = route_path(scope)
         identity = next((found for key in _given_keys(headers) if (found := self._keys.find(key))), None)
-        if path in PUBLIC and scope["method"] in ("GET", "HEAD"):
+        if (path in PUBLIC or path in self._pages) and scope["method"] in ("GET", "HEAD"):
             return identity or context.identity
         if path == "/admin" or path.startswith("/admin/") or any(regex.match(path) for regex in self._admin):
             return self._check_admin(identity)

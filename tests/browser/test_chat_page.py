@@ -1,0 +1,286 @@
+"""The chat page in a real browser, over a scripted server: what a person sees and does in the first ten minutes."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.chromium import Chromium, Tab
+from tests.server.local_server import LocalServer, local_server
+from tests.server.pages.test_markdown import ATTACKS
+
+MARKDOWN = (
+    "# Title\n\nSome **bold** text.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint('x')\n```\n\nAnd $x^2$.\n"
+)
+LINES: list[dict[str, Any]] = [
+    {"say": "\n\n".join(["on and on and on"] * 1600), "when": "endless"},
+    {"say": MARKDOWN, "when": "markdown"},
+    {"say": "\n\n".join(ATTACKS), "when": "attack"},
+    {"say": '{"river": "Rhine"}', "when": "json please"},
+    {"say": "Bang", "break": True, "when": "boom"},
+    {"say": "A short answer."},
+]
+KEY = "sk-browser"
+
+
+@pytest.fixture(scope="module")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    with local_server(tmp_path_factory.mktemp("script"), LINES, "--max-model-len", "8k") as server:
+        yield server
+
+
+@pytest.fixture
+def tab(browser: Chromium, server: LocalServer) -> Callable[..., Tab]:
+    fresh = browser.tab(server.url)
+    fresh.run("localStorage.clear(), sessionStorage.clear()")
+    return lambda **size: browser.tab(server.url, **size)
+
+
+def write(tab: Tab, text: str) -> None:
+    tab.run("document.getElementById('text').focus()")
+    tab.type(text)
+
+
+def ask(tab: Tab, text: str) -> None:
+    write(tab, text)
+    tab.press("Enter")
+
+
+def finished(tab: Tab, number: int = 1) -> None:
+    tab.until(
+        f"document.querySelectorAll('article.assistant').length >= {number} && !document.getElementById('send').hidden"
+    )
+
+
+def log(tab: Tab) -> str:
+    return str(tab.run("document.getElementById('log').innerText"))
+
+
+def click(tab: Tab, selector: str) -> None:
+    tab.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def test_markdown_is_shown_with_speed_below_it(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "markdown")
+    finished(page)
+    page.until("document.querySelector('math')")
+    for selector in ("h3", "strong", "table td", ".code .hl-built_in", ".code-head button", "math msup"):
+        assert page.run(f"document.querySelectorAll('article.assistant {selector}').length") >= 1, selector
+    assert "tok/s" in log(page) and "first token" in log(page) and "prompt" in log(page)
+    assert page.complaints() == []
+
+
+def test_nothing_that_a_model_or_a_user_writes_runs(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    for attack in ("attack <img src=x onerror='window.pwned=1'>", "attack again"):
+        ask(page, attack)
+        finished(page)
+    assert page.run("window.pwned") is None
+    found = page.run("[...document.querySelectorAll('#log *')].map((each) => each.localName)")
+    assert not {"script", "img", "iframe", "svg", "style", "object", "form", "base", "link", "meta"} & set(found)
+    hrefs = page.run("[...document.querySelectorAll('#log a')].map((each) => each.protocol)")
+    assert hrefs and set(hrefs) <= {"https:", "http:", "mailto:"}
+    page.reload()
+    page.until("document.querySelector('article')")
+    assert page.run("window.pwned") is None
+    assert page.complaints() == []
+
+
+def test_a_new_chat_while_streaming_gets_nothing_of_the_old_answer(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "endless")
+    page.until("document.querySelector('article.assistant').innerText.includes('on and on')")
+    click(page, "#new")
+    ask(page, "hello")
+    page.until("document.getElementById('log').innerText.includes('A short answer.')")
+    assert "on and on" not in log(page)
+    page.until("document.querySelectorAll('nav li').length === 2 && document.querySelector('nav .busy')")
+    page.run(
+        "[...document.querySelectorAll('nav li button')].find((each) => each.innerText.includes('endless')).click()"
+    )
+    assert "on and on" in log(page) and "A short answer." not in log(page)
+    click(page, "#stop")
+    page.until("document.querySelector('article.assistant').innerText.includes('stopped')")
+
+
+def test_enter_while_streaming_neither_stops_nor_sends(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "endless")
+    page.until("document.querySelector('article.assistant').innerText.includes('on and on')")
+    ask(page, "my next question")
+    length = page.run("document.querySelector('article.assistant').innerText.length")
+    page.until(f"document.querySelector('article.assistant').innerText.length > {length}")
+    assert page.run("document.getElementById('text').value") == "my next question"
+    assert page.run("document.querySelectorAll('article').length") == 2
+    page.press("Escape")
+    page.until("!document.getElementById('send').hidden")
+
+
+def test_one_can_scroll_up_while_it_streams(tab: Callable[..., Tab]) -> None:
+    page = tab(height=500)
+    ask(page, "endless")
+    page.until("document.getElementById('log').scrollHeight > 1200")
+    assert (
+        page.run("const log = document.getElementById('log'); log.scrollHeight - log.scrollTop - log.clientHeight")
+        < 100
+    )
+    page.run("document.getElementById('log').scrollTop = 0")
+    length = page.run("document.querySelector('article.assistant').innerText.length")
+    page.until(f"document.querySelector('article.assistant').innerText.length > {length} + 200")
+    assert page.run("document.getElementById('log').scrollTop") == 0
+    assert page.run("document.getElementById('to-end').hidden") is False
+    click(page, "#stop")
+
+
+def test_a_message_that_is_too_long_does_not_wedge_the_chat(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "first")
+    finished(page)
+    ask(page, "long words " * 9000)
+    page.until("document.querySelector('.error:not([hidden])')")
+    assert "maximum context length is 8192 tokens" in log(page)
+    ask(page, "short again")
+    page.until("document.getElementById('log').innerText.split('A short answer.').length === 3")
+    assert "long words" not in log(page).replace("‹ 2/2 ›", "")
+
+
+def test_edit_retry_and_branches(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "first")
+    finished(page)
+    page.run(
+        "[...document.querySelectorAll('article.assistant button')].find((each) => each.innerText === 'Retry').click()"
+    )
+    page.until("document.getElementById('log').innerText.includes('2/2') && !document.getElementById('send').hidden")
+    page.run("[...document.querySelectorAll('article.user button')].find((each) => each.innerText === 'Edit').click()")
+    page.run("document.querySelector('textarea.edit').value = 'markdown'")
+    page.run("[...document.querySelectorAll('article button')].find((each) => each.innerText === 'Send').click()")
+    page.until("document.querySelector('article.assistant h3') && !document.getElementById('send').hidden")
+    click(page, "article.user [aria-label='Previous version']")
+    assert "A short answer." in log(page) and "Title" not in log(page)
+
+
+def test_a_corrupt_stored_value_leaves_the_page_alive(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    page.run("localStorage.setItem('quire.chat.bad', '{'), localStorage.setItem('quire.settings', 'x')")
+    page.run("localStorage.setItem('quire.messages', '[{]')")
+    page.reload()
+    ask(page, "hello")
+    finished(page)
+    assert "A short answer." in log(page)
+    assert "1 stored conversation cannot be read" in page.run("document.getElementById('unreadable').innerText")
+    assert page.complaints() == []
+
+
+def test_two_tabs_see_each_other_and_overwrite_nothing(tab: Callable[..., Tab]) -> None:
+    left, right = tab(), tab()
+    ask(left, "from the left")
+    finished(left)
+    right.until("document.querySelector('nav').innerText.includes('from the left')")
+    ask(right, "from the right")
+    finished(right)
+    left.until("document.querySelectorAll('nav li').length === 2")
+    left.reload()
+    left.until("document.querySelectorAll('nav li').length === 2")
+    assert "from the left" in log(left)
+
+
+def test_drafts_and_conversations_survive_a_reload(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "remember this")
+    finished(page)
+    write(page, "half a thou")
+    page.reload()
+    page.until("document.getElementById('text').value === 'half a thou'")
+    assert "A short answer." in log(page)
+
+
+def test_a_broken_answer_keeps_its_text_and_says_why(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "boom")
+    page.until("document.querySelector('.error:not([hidden])')")
+    assert "Bang" in log(page) or "engine" in log(page)
+    assert page.run("document.getElementById('send').hidden") is False
+
+
+def test_a_server_that_is_gone_is_told_in_words(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    ask(page, "hello")
+    page.until("document.querySelector('.error:not([hidden])')")
+    assert "The server cannot be reached" in log(page) and "Failed to fetch" not in log(page)
+
+
+def test_json_answers_are_shown_as_json(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    click(page, "#open-settings")
+    page.run(
+        "document.getElementById('json').checked = true, document.getElementById('field-temperature').value = '0.3'"
+    )
+    page.run("document.getElementById('system').value = 'Be brief.', document.querySelector('#settings .go').click()")
+    page.until("!document.getElementById('settings').open")
+    ask(page, "json please")
+    finished(page)
+    page.until("document.querySelector('.hl-attr')")
+    stored = page.run("JSON.parse(localStorage.getItem('quire.settings'))")
+    assert stored == {"temperature": 0.3, "top_p": 0.95, "system": "Be brief.", "json": True}
+
+
+def test_a_server_with_keys_serves_the_page_which_asks_for_the_key(
+    browser: Chromium, default_model_path: Path, tmp_path: Path
+) -> None:
+    with local_server(tmp_path, LINES, "--api-key", KEY) as server:
+        page = browser.tab(server.url)
+        page.until("document.getElementById('key-dialog').open")
+        page.run("document.getElementById('key').value = 'wrong', document.querySelector('#key-dialog .go').click()")
+        page.until("document.getElementById('key-reason').innerText.includes('does not know this key')")
+        page.until("document.getElementById('key-dialog').open")
+        page.run(f"document.getElementById('key').value = '{KEY}', document.querySelector('#key-dialog .go').click()")
+        page.until("document.getElementById('model').innerText.includes('smollm2')")
+        ask(page, "hello")
+        finished(page)
+        assert "A short answer." in log(page)
+        assert page.run("localStorage.getItem('quire.key')") is None, "only where it was asked for"
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_the_screen(tab: Callable[..., Tab], width: int, dark: bool, tmp_path: Path) -> None:
+    page = tab(width=width, height=844, dark=dark)
+    ask(page, "markdown")
+    finished(page)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run("document.getElementById('send').getBoundingClientRect().right") <= width
+    page.screenshot(tmp_path / f"chat-{width}-{'dark' if dark else 'light'}.png")
+    if width == 390:
+        assert page.run("document.getElementById('side').getBoundingClientRect().right") <= 0
+        click(page, "#open-side")
+        page.until("document.getElementById('side').getBoundingClientRect().left >= 0")
+
+
+def test_every_control_has_a_name(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "markdown")
+    finished(page)
+    click(page, "#open-settings")
+    nameless = page.run("""
+    [...document.querySelectorAll("button, input, textarea, select, a, dialog, nav")].filter((each) => {
+      const label = each.getAttribute("aria-label") || each.getAttribute("aria-labelledby") || each.innerText.trim();
+      return !label && !each.labels?.length;
+    }).map((each) => each.outerHTML)
+    """)
+    assert nameless == []
+
+
+def test_the_api_page_lists_endpoints_and_sends_an_example(browser: Chromium, server: LocalServer) -> None:
+    page = browser.tab(server.url + "/docs")
+    page.until("document.getElementById('post/v1/chat/completions')")
+    page.run("document.getElementById('post/v1/chat/completions').open = true")
+    page.until("document.querySelector('#list textarea')")
+    assert "curl http://127.0.0.1" in page.run("document.querySelector('#list pre').innerText")
+    page.run("document.querySelector('#list details[open] .go').click()")
+    page.until("document.querySelector('.response').innerText.includes('A short answer.')")
+    assert page.complaints() == []
