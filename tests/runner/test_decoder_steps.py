@@ -120,7 +120,7 @@ def test_tokens_that_are_not_allowed_come_last_as_impossible() -> None:
 
 def told(result: StepResult) -> tuple[int, float]:
     """The token of row 0 and its score, in every bit."""
-    return emitted(result)[0], result.logprobs[Row(0)].logprob
+    return emitted(result)[0], result.logprobs[Row(0)][0].logprob
 
 
 def decode(runner: ModelRunner, steps: range) -> list[tuple[int, float]]:
@@ -167,7 +167,7 @@ def test_a_fork_with_a_copied_block_goes_on_bit_by_bit_as_its_sibling() -> None:
     results = [runner.launch(fork).wait()] + [runner.launch(StepPlan(i, num_decoding=2)).wait() for i in range(2, 8)]
     for result in results:
         assert len(set(emitted(result).values())) == 1
-        assert result.logprobs[Row(0)].logprob == result.logprobs[Row(1)].logprob
+        assert result.logprobs[Row(0)][0].logprob == result.logprobs[Row(1)][0].logprob
 
 
 def test_padding_does_not_show() -> None:

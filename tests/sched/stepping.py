@@ -20,7 +20,7 @@ from quire.sched.policy import Policy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.invariants import InFlightWatch, audit_contents
-from quire.sim.runners import OracleRunner, ToyRunner
+from quire.sim.runners import OracleRunner, ProposeDrafts, ToyRunner
 
 VOCAB = 1000
 OPTIMISTIC = Policy(overcommit=Overcommit.OPTIMISTIC)
@@ -87,10 +87,11 @@ class Bench:
         host: int = 0,
         oracle: bool = False,
         cost: CostTable | None = None,
+        propose: ProposeDrafts = lambda row, count: [],
     ) -> None:
         kv = KVManager(blocks, block_size, rows, prefix=policy.regime.prefix, num_host_blocks=host)
         self.scheduler = Scheduler(kv, max_rows=rows, max_step_tokens=budget, policy=policy, cost=cost)
-        runner: Runner = OracleRunner(blocks, block_size, VOCAB, host) if oracle else ToyRunner(VOCAB)
+        runner: Runner = OracleRunner(blocks, block_size, VOCAB, host, propose) if oracle else ToyRunner(VOCAB, propose)
         self.recorder = Recorder(runner, block_size)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.recorder, depth, lambda: self.now_s)

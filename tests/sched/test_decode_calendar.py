@@ -81,3 +81,59 @@ def test_an_old_appointment_does_not_count_for_the_next_in_the_row() -> None:
     calendar.stop(Row(0))
     calendar.start(Row(0), 1, 0, 90, 8)  # due in step 9
     assert [step for step in range(1, 12) if len(calendar.due(step))] == [9]
+
+
+@dataclass(slots=True)
+class Drafter:
+    """A row whose steps in flight may be longer than it knows."""
+
+    position: int  # the lowest that it can compute next
+    last: int
+    num_blocks: int
+    in_flight: list[int]  # drafts of each step
+
+    def reach(self) -> int:
+        return min(self.position + sum(self.in_flight), self.last)
+
+
+@given(st.data())
+def test_a_drafting_row_is_short_exactly_when_its_table_may_not_reach(data: st.DataObject) -> None:
+    """Two steps in flight; each row gains 0 to all of its drafts when a step is absorbed."""
+    calendar = DecodeCalendar(ROWS, SIZE)
+    tables = np.zeros(ROWS, dtype=np.int64)
+    rows = {row: Drafter(row, data.draw(st.integers(row, 40)), 1 + row // SIZE, []) for row in range(ROWS)}
+    for row, drafter in rows.items():
+        tables[row] = drafter.num_blocks
+        calendar.start(Row(row), 0, drafter.position, drafter.last, drafter.num_blocks * SIZE)
+    planned: list[dict[int, int]] = []  # drafts of the rows of each step
+    for step in range(30):
+        decoding = [row for row in rows if row + step <= rows[row].last]  # by the least that a step gains
+        due, short = calendar.due(step).tolist(), calendar.short(step, tables).tolist()
+        assert calendar.num_decoding == len(decoding) and calendar.num_finishing == ROWS - len(decoding)
+        for row in decoding:
+            drafter, drafting = rows[row], calendar.is_drafting(Row(row))
+            lacks = drafter.reach() >= tables[row] * SIZE
+            assert (row in due, row in short) == (lacks and not drafting, lacks and drafting), (row, drafter)
+            assert calendar.position_at(Row(row), step) == min(drafter.position, drafter.last)
+            assert drafting or not any(drafter.in_flight)
+        calendar.book_granted(np.array(due, dtype=np.intp), step)
+        tables[due] += 1
+        drafts = dict.fromkeys(decoding, 0)
+        for row in decoding:
+            most = rows[row].last - rows[row].reach()
+            drafts[row] = data.draw(st.integers(0, min(4, most))) if most > 0 else 0
+            tables[row] = max(tables[row], (rows[row].reach() + drafts[row]) // SIZE + 1)
+            rows[row].position += 1
+            rows[row].in_flight.append(drafts[row])
+        chosen = {row: count for row, count in drafts.items() if count}
+        calendar.book_drafts(np.array([*chosen], np.intp), np.array([*chosen.values()], np.int32), tables)
+        planned.append(drafts)
+        if step >= 2:
+            absorbed = {row: count for row, count in planned[step - 2].items() if count}
+            gained = [data.draw(st.integers(0, count)) for count in absorbed.values()]
+            counts = np.array([*absorbed.values()], np.int32)
+            calendar.absorb_drafts(np.array([*absorbed], np.intp), counts, np.array(gained, np.int32))
+            for row in planned[step - 2]:
+                rows[row].in_flight.pop(0)
+            for row, more in zip(absorbed, gained, strict=True):
+                rows[row].position += more

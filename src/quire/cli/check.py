@@ -75,6 +75,8 @@ def _summary(report: CheckReport, options: CheckOptions, seconds: float) -> dict
         "seed": report.seed,
         "trials": report.trials,
         "preemptions": report.preemptions,
+        "drafted": report.drafted,
+        "accepted": report.accepted,
         "events": {event.value: count for event, count in sorted(report.events.items(), key=lambda e: e[0].value)},
         "event_pairs": len(report.pairs),
         "event_pairs_possible": len(possible_pairs()),

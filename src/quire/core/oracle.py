@@ -13,6 +13,7 @@ probable path (24 to 88) changes with every token, so beams are forked and dropp
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +45,14 @@ def continuation(prompt: IntArray, vocab_size: int, index: int = 0) -> Iterator[
         yield token
         total += mix(token, position)
         position += 1
+
+
+def planted_drafts(tokens: IntArray, vocab_size: int, index: int, count: int) -> list[int]:
+    """Up to `count` drafts after these tokens: right, wrong, or right up to some place; which, the tokens decide."""
+    chance = total(tokens) + 31 * len(tokens)
+    proposed = list(islice(continuation(tokens, vocab_size, index), count - chance % 3 // 2))
+    wrong_from = chance // 3 % (count + 3)  # mostly behind the last: most are right
+    return [(token + (place == wrong_from)) % vocab_size for place, token in enumerate(proposed)]
 
 
 def total(tokens: IntArray) -> int:

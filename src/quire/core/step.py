@@ -9,7 +9,7 @@ row numbers, block ids and token ids: no tensors, no requests, no clock. Schedul
     ----------    -----------------------------------    -----------------------------------------------
     empty         the start; a plan releases the row     nothing
     prefilling    a plan starts the row                  its chunk, if the plan names one
-    decoding      a chunk with SAMPLE is computed        one token, unless the plan pauses it
+    decoding      a chunk with SAMPLE is computed        one token, unless the plan pauses it; and drafts
     host-driven   a chunk with CANDIDATES is computed    nothing, until the plan appends tokens and a chunk
     ended         a stop token, the length limit, an     nothing; it emits nothing and is released later
                   error, or the end of a pooled prompt
@@ -30,13 +30,24 @@ or at the end of the prefix found in the cache. A chunk's `output` is what its l
     POOLED        hidden states are added to the row's sum; with the last known token the sum is returned, and the row
                   has ended without a token
 
+**Drafts** (speculative decoding). `StepPlan.drafts` lets decoding rows verify drafts: the runner proposes up to that
+many next tokens, computes them behind the row's last token in the same forward pass, and samples position after
+position for as long as the token sampled is the one drafted. So a row emits 1 to 1 + drafts tokens, exactly those it
+would emit in as many steps without drafts: a token is a function of its logits and its position. A row without a
+proposal decodes as usual. The host counts on one token per row and step until it has the result, and grants blocks up
+to where a row can be at most. Keys and values of rejected drafts lie behind the row's length, where nothing reads them,
+until the row overwrites them. Both sides count the steps to a row's length limit by the minimum; a row that ends
+earlier says so in the result. Masked, host-driven and pooled rows have no drafts.
+
 **Masked rows.** A row under a grammar samples from what a mask allows, and the mask depends on its last token. So a
 step with masked rows is launched in two parts: `launch` starts the forward pass, `Pending.sample` the sampling of all
 its rows. In between the host absorbs the step before and computes the masks, while the device runs the forward pass.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -70,6 +81,9 @@ class FinishReason(Enum):
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and this was its largest request
 
 
+_NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
+
+
 class RowStart(NamedTuple):
     """A sequence gets an empty row: all that the runner knows of it until the row is released."""
 
@@ -80,6 +94,7 @@ class RowStart(NamedTuple):
     num_prompt: int
     max_length: int  # prompt and completion together; the row ends when it holds this many tokens
     sampling: RowSampling
+    continuation: IntArray = _NO_TOKENS  # what earlier requests went on with after these tokens: for drafts
 
 
 def _none() -> IntArray:
@@ -92,6 +107,17 @@ class Grants:
 
     rows: IntArray = field(default_factory=_none)
     blocks: IntArray = field(default_factory=_none)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Decoding row `rows[i]` may verify up to `counts[i]` drafts in this step. No row occurs twice."""
+
+    rows: IntArray = field(default_factory=_none)
+    counts: IntArray = field(default_factory=_none)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,6 +152,7 @@ class StepPlan:
     grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()  # decoding rows that skip this step
+    drafts: Drafts = field(default_factory=Drafts)  # rows that may verify drafts
     masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask: `Pending.sample` brings the masks
     num_decoding: int = 0  # decoding rows of this step, among them rows that ended since the last result
     num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes only)
@@ -133,7 +160,9 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decoding + sum(chunk.length for chunk in self.chunks)
+        """Positions computed in the step, at most."""
+        num_drafts = int(self.drafts.counts.sum()) if len(self.drafts) else 0
+        return self.num_decoding + num_drafts + sum(chunk.length for chunk in self.chunks)
 
 
 class TopLogprobs(NamedTuple):
@@ -169,17 +198,41 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """Of the rows of `StepPlan.drafts`, in its order: drafts computed, and tokens emitted beyond the first."""
+
+    rows: IntArray = field(default_factory=_none)
+    drafted: IntArray = field(default_factory=_none)
+    accepted: IntArray = field(default_factory=_none)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The output of one step: row `rows[i]` emitted `tokens[i]`."""
+    """The output of one step: row `rows[i]` emitted `tokens[i]`.
+
+    A row with drafts may have emitted several tokens. They are in passes: first one token of every row that emitted,
+    then the second of the rows that have one, and so on. `passes` says where the second and each later pass begins.
+    """
 
     step: int
     rows: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
     ended: tuple[FinishedRow, ...] = ()
-    logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
+    logprobs: dict[Row, tuple[TopLogprobs, ...]] = field(default_factory=dict)  # of each of its tokens
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     candidates: dict[Row, Candidates] = field(default_factory=dict)
     pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the prompt's hidden states
+    passes: tuple[int, ...] = ()
+    verified: Verified = field(default_factory=Verified)
+
+    def each_pass(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Rows and tokens of each pass. The rows of a pass are distinct."""
+        bounds = (0, *self.passes, len(self.rows))
+        for start, stop in pairwise(bounds):
+            yield self.rows[start:stop], self.tokens[start:stop]
 
 
 class Masks(NamedTuple):

@@ -37,14 +37,14 @@ class FinishedSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Sequence `sequences[i]` gained `tokens[i]`."""
+    """Sequence `sequences[i]` gained `tokens[i]`. One that gained several occurs several times, in their order."""
 
     step: int
     sequences: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     first_tokens: tuple[FirstToken, ...] = ()
     finished: tuple[FinishedSequence, ...] = ()
-    logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, tuple[TopLogprobs, ...]] = field(default_factory=dict)  # of each of its tokens
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.ids import Row
+from quire.core.ids import IntArray, Row
 from quire.core.moves import Move, Place, Tier
-from quire.core.step import Pending, StepPlan
+from quire.core.oracle import planted_drafts
+from quire.core.step import Pending, RowStart, StepPlan
 from quire.kernels.row_interface import RowKernels
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import CopyBlocks, new_store
@@ -15,6 +17,23 @@ from quire.runner.model_runner import ModelRunner
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 
 _ERASED = -7  # no token and no position
+
+
+class PlantedDrafter:
+    """Drafts that are right, wrong or right up to some place."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._branches: dict[Row, int] = {}
+
+    def start(self, row_start: RowStart) -> None:
+        self._branches[row_start.row] = row_start.branch
+
+    def release(self, row: Row) -> None:
+        del self._branches[row]
+
+    def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
+        return np.array(planted_drafts(tokens, self._vocab_size, self._branches[row], count), dtype=np.int32)
 
 
 class TorchOracleRunner:
@@ -41,8 +60,15 @@ class TorchOracleRunner:
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
+        drafts = where.type == "cpu" and row_kernels is None
         self._runner = ModelRunner(
-            model, self._stores, max_rows=max_rows, max_length=max_length, row_kernels=row_kernels, max_step_tokens=16
+            model,
+            self._stores,
+            max_rows=max_rows,
+            max_length=max_length,
+            row_kernels=row_kernels,
+            max_step_tokens=16,
+            drafters=[PlantedDrafter(vocab_size)] if drafts else [],
         )
         while not self._runner.prepared:
             self._runner.prepare()

@@ -4,6 +4,7 @@ Does not depend on the engine: a client passes the messages between the two. Not
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import NamedTuple
@@ -135,15 +136,10 @@ class OutputProcessor:
         ended = {over.sequence: over for over in output.finished if over.sequence in self._sequences}
         closed: list[int] = []
         if self._num_incremental:
-            for name, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
-                sequence = self._sequences.get(name)
-                if sequence is None or not sequence.incremental:
-                    continue
-                over = ended.get(name)
-                delta = self._push_token(sequence, token, output.logprobs.get(name), over)
-                deltas[name] = delta
-                if over is None and delta.finish_reason is not None:  # a stop string matched, or detokenization failed
-                    stops.append(StopSequence(int(delta.request_id), sequence.index))
+            self._push_tokens(output, ended, deltas)
+            for name, delta in deltas.items():
+                if name not in ended and delta.finish_reason is not None:  # a stop string, or detokenization failed
+                    stops.append(StopSequence(int(delta.request_id), self._sequences[name].index))
                     closed.append(name)
         for name, over in ended.items():
             last = self._sequences[name].end(over)
@@ -154,6 +150,20 @@ class OutputProcessor:
         for name in closed:
             self._forget(name)
         return ProcessedOutput(self._deliverable(deltas, finished), stops, finished)
+
+    def _push_tokens(self, output: StepOutput, ended: Mapping[int, FinishedSequence], deltas: dict[int, Delta]) -> None:
+        """The tokens of sequences that are processed one by one. What comes behind a stop string is dropped."""
+        names = output.sequences.tolist()
+        left = Counter(names)
+        for name, token in zip(names, output.tokens.tolist(), strict=True):
+            left[name] -= 1
+            sequence = self._sequences.get(name)
+            if sequence is None or not sequence.incremental or sequence.finish_reason is not None:
+                continue
+            scores = output.logprobs.get(name)
+            over = ended.get(name) if left[name] == 0 else None
+            delta = self._push_token(sequence, token, None if scores is None else scores[-1 - left[name]], over)
+            deltas[name] = deltas[name].then(delta) if name in deltas else delta
 
     def _push_token(
         self, sequence: SequenceOutput, token: int, scores: TopLogprobs | None, over: FinishedSequence | None

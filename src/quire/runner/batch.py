@@ -1,4 +1,4 @@
-"""Builds the ragged batch of one step: decoding rows first, one token each, then the chunks. No padding.
+"""Builds the ragged batch of one step: decoding rows first, one token each and its drafts, then the chunks. No padding.
 
 A plan may ask for padding tokens (static regimes do); they come last. Pooled sums of hidden states (embeddings) are
 kept by row on the device, chunk by chunk, in float32; the oracle's integers stay integers, so its sums are exact.
@@ -19,6 +19,7 @@ from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import PADDING, DecodeInputs, slots_of
 from quire.kernels.transfers import HostCopy, upload_integers
 from quire.runner.cuda_graphs import ChunkArrays, ChunkInputs
+from quire.runner.drafters import Drafted
 from quire.runner.row_table import RowTable
 from quire.sampling.row_params import SamplingBatch
 
@@ -105,46 +106,79 @@ class StepBatch:
     layout: StepLayout
     needed: Tensor | None  # [n] int64: the tokens whose hidden states are needed; None: all
     sampling: LogitsNeeded  # the rows that get a token
+    further: Tensor | None  # [drafts] int64: indices of the drafts in the hidden states that the model returns
     host_driven: LogitsNeeded | None  # the rows that return candidates
     scoring: tuple[PromptScoring, ...]
     pooling: tuple[Pooling, ...]
 
 
-def build_batch(table: RowTable, plan: StepPlan, decoding: IntArray) -> StepBatch:
-    """The batch of a plan that `table` has applied."""
+class _DecodePart(NamedTuple):
+    """Decoding rows in a flat batch. The last of them may have drafts behind their last token."""
+
+    query_lengths: NDArray[np.int64]  # [rows]
+    num_single: int  # rows without drafts
+    token_rows: Tensor  # [tokens] int64
+    tokens: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    context_lengths: Tensor  # [rows] int64
+
+
+def _decode_part(table: RowTable, decoding: IntArray, rows: Tensor, drafted: Drafted | None) -> _DecodePart:
+    lengths = table.lengths[rows]
+    query_lengths = np.ones(len(decoding), dtype=np.int64)
+    if drafted is None:
+        return _DecodePart(query_lengths, len(decoding), rows, table.last_tokens[rows], lengths - 1, lengths)
+    num_single = len(decoding) - len(drafted.rows)
+    query_lengths[num_single:] += drafted.counts
+    starts = np.cumsum(query_lengths) - query_lengths
+    places = np.repeat(np.arange(len(decoding)), query_lengths)
+    ahead, at, proposed = upload_integers(
+        table.device,
+        np.arange(len(places)) - starts[places],
+        np.flatnonzero(np.arange(len(places)) != starts[places]),
+        drafted.tokens,
+    )
+    token_rows = rows[upload_integers(table.device, places)[0]]
+    tokens = table.last_tokens[token_rows].index_copy(0, at, proposed)
+    (counts,) = upload_integers(table.device, query_lengths)
+    positions = table.lengths[token_rows] - 1 + ahead
+    return _DecodePart(query_lengths, num_single, token_rows, tokens, positions, lengths - 1 + counts)
+
+
+def build_batch(table: RowTable, plan: StepPlan, decoding: IntArray, drafted: Drafted | None = None) -> StepBatch:
+    """The batch of a plan that `table` has applied. Rows with drafts are the last of those that decode."""
     chunks = plan.chunks
     rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
-    query_lengths = np.ones(len(rows), dtype=np.int64)
-    query_lengths[len(decoding) :] = [chunk.length for chunk in chunks]
+    (device_rows,) = upload_integers(table.device, rows)
+    decodes = _decode_part(table, decoding, device_rows[: len(decoding)], drafted)
+    query_lengths = np.concatenate([decodes.query_lengths, np.array([chunk.length for chunk in chunks], np.int64)])
     query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(query_lengths, out=query_starts[1:])
     samples = np.ones(len(rows), dtype=np.bool_)
     samples[len(decoding) :] = [ChunkOutput.SAMPLE in chunk.output for chunk in chunks]
     host_driven = np.zeros(len(rows), dtype=np.bool_)
     host_driven[len(decoding) :] = [ChunkOutput.CANDIDATES in chunk.output for chunk in chunks]
-    last_tokens = query_starts[1:] - 1
+    sampled = query_starts[1:] - 1
+    sampled[: len(decoding)] = query_starts[: len(decoding)]  # before the drafts
 
-    device_rows, chunk_rows, known, places, ends, starts, sampling_at, host_driven_at = upload_integers(
+    chunk_rows, known, places, ends, starts, sampling_at, host_driven_at = upload_integers(
         table.device,
-        rows,
         np.repeat(rows[len(decoding) :], query_lengths[len(decoding) :]),
         *_known(table, chunks),
         query_starts,
-        last_tokens[samples],
-        last_tokens[host_driven],
+        sampled[samples],
+        sampled[host_driven],
     )
-    decoding_rows = device_rows[: len(decoding)]
-    lengths = table.lengths[decoding_rows]
-    token_rows = torch.cat([decoding_rows, chunk_rows])
-    tokens, positions = torch.cat([table.last_tokens[decoding_rows], known]), torch.cat([lengths - 1, places])
+    token_rows = torch.cat([decodes.token_rows, chunk_rows])
+    tokens, positions = torch.cat([decodes.tokens, known]), torch.cat([decodes.positions, places])
     layout = StepLayout(
         positions=positions,
         slots=slots_of(token_rows, positions, table.columns, table.block_size),
         tables=table.tables[device_rows, : int(table.num_blocks[rows].max(initial=0))],
         query_starts=starts.int(),
-        context_lengths=torch.cat([lengths, ends]).int(),
+        context_lengths=torch.cat([decodes.context_lengths, ends]).int(),
         max_lengths=table.max_lengths[token_rows],
-        num_decodes=len(decoding),
+        num_decodes=decodes.num_single,
     )
     if plan.num_padding:
         tokens, layout = _padded(tokens, layout, plan.num_padding)
@@ -154,24 +188,39 @@ def build_batch(table: RowTable, plan: StepPlan, decoding: IntArray) -> StepBatc
     host_logits = LogitsNeeded(
         host_driven_at, SamplingBatch(token_rows[host_driven_at], rows[host_driven], positions[host_driven_at] + 1)
     )
+    further = None if drafted is None else _draft_places(table, decodes.query_lengths, query_starts)
     scoring = _scoring(table, chunks, query_starts[len(decoding) :])
     pooling = _pooling(table, chunks, query_starts[len(decoding) :])
     needed = None
     if chunks and not scoring and not pooling:
-        needed, sampling, host_logits = _select_states(sampling, host_logits)
-    return StepBatch(tokens, layout, needed, sampling, host_logits if len(host_driven_at) else None, scoring, pooling)
+        needed, sampling, host_logits, further = _select_states(sampling, host_logits, further)
+    host_part = host_logits if len(host_driven_at) else None
+    return StepBatch(tokens, layout, needed, sampling, further, host_part, scoring, pooling)
 
 
-def _select_states(sampling: LogitsNeeded, host_driven: LogitsNeeded) -> tuple[Tensor, LogitsNeeded, LogitsNeeded]:
-    """The hidden states that both need, and their new indices. At least one: no model runs without any."""
-    needed = torch.cat([sampling.at, host_driven.at])
+def _draft_places(table: RowTable, query_lengths: NDArray[np.int64], query_starts: NDArray[np.int64]) -> Tensor:
+    """Where the drafts are in the flat batch."""
+    decoded = np.arange(int(query_lengths.sum()))
+    return upload_integers(table.device, np.setdiff1d(decoded, query_starts[: len(query_lengths)]))[0]
+
+
+def _select_states(
+    sampling: LogitsNeeded, host_driven: LogitsNeeded, further: Tensor | None
+) -> tuple[Tensor, LogitsNeeded, LogitsNeeded, Tensor | None]:
+    """The hidden states that all need, and their new indices. At least one: no model runs without any."""
+    needed = torch.cat([sampling.at, host_driven.at] if further is None else [sampling.at, host_driven.at, further])
     places = torch.arange(len(needed), device=needed.device)
-    split = len(sampling.at)
+    split, stop = len(sampling.at), len(sampling.at) + len(host_driven.at)
     sampling, host_driven = (
         LogitsNeeded(places[:split], sampling.batch),
-        LogitsNeeded(places[split:], host_driven.batch),
+        LogitsNeeded(places[split:stop], host_driven.batch),
     )
-    return needed if len(needed) else needed.new_zeros(1), sampling, host_driven
+    return (
+        needed if len(needed) else needed.new_zeros(1),
+        sampling,
+        host_driven,
+        None if further is None else places[stop:],
+    )
 
 
 class DeviceBatch(NamedTuple):

@@ -7,9 +7,9 @@ small step at start, so that no request waits for compilation and weight packing
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from quire.core.fault_injection import FaultSite, trip_any
-from quire.core.ids import NULL_BLOCK, IntArray, Row
+from quire.core.ids import NULL_BLOCK, IntArray
 from quire.core.step import (
     Chunk,
     ChunkOutput,
+    Drafts,
     FinishedRow,
     FinishReason,
     Masks,
@@ -46,9 +47,18 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
+from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
+from quire.runner.verification import (
+    SampledPasses,
+    SampledTokens,
+    draft_lines,
+    finish_reason,
+    sample_passes,
+    verified,
+)
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
@@ -76,8 +86,11 @@ class ModelRunner:
         capture_share: float = 0.0,
         kept_bytes: int = 0,  # of device memory that captures leave free, for eager steps
         capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
+        drafters: Sequence[Drafter] = (),  # on a CPU only: they read the tokens of the step before
     ) -> None:
         device = stores.device.device
+        assert not drafters or device.type == "cpu", "drafts are proposed on the host"
+        self._drafting = Drafting(max_rows, drafters) if drafters else None
         self.device = device
         self._model = model
         self._stores = stores
@@ -175,12 +188,15 @@ class ModelRunner:
         if not plan.num_padding:
             sampled = self._replay(plan, decoding)
             if sampled is not None:
-                return PendingStep(plan.step, sampled)
-        sampled = self._decode_rows(plan, decoding)
+                return PendingStep(plan.step, sampled, drafts=plan.drafts)
+        drafted = self._propose(plan.drafts) if len(plan.drafts) else None
+        sampled = self._decode_rows(plan, decoding, drafted)
         if sampled is not None:
-            return PendingStep(plan.step, sampled)
+            return PendingStep(plan.step, sampled, drafts=plan.drafts)
         begun_s = time.perf_counter()
-        batch = build_batch(self._rows, plan, decoding)
+        if drafted is not None:
+            decoding = np.concatenate([decoding[~np.isin(decoding, drafted.rows)], drafted.rows])
+        batch = build_batch(self._rows, plan, decoding, drafted)
         if len(batch.tokens) == 0:
             return PendingStep(plan.step)
         self._trip(FaultSite.FORWARD)
@@ -192,14 +208,29 @@ class ModelRunner:
             )
         sampling, sampled = batch.sampling, None
         if len(sampling.at):
-            sampled = self._choose(plan, partial(self._sample, self._model.logits(hidden[sampling.at]), sampling.batch))
+            at = sampling.at if batch.further is None else torch.cat([sampling.at, batch.further])
+            sampled = self._choose(plan, self._sampling(self._model.logits(hidden[at]), sampling.batch, drafted))
         return PendingStep(
             plan.step,
             sampled,
             self._find_candidates(batch.host_driven, hidden) if batch.host_driven is not None else None,
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
+            plan.drafts,
         )
+
+    def _propose(self, drafts: Drafts) -> Drafted | None:
+        """Drafts for rows that have not ended."""
+        if self._drafting is None:
+            return None
+        alive = self._rows.alive[torch.from_numpy(drafts.rows).long()].numpy()
+        return self._drafting.propose(Drafts(drafts.rows[alive], drafts.counts[alive]))
+
+    def _sampling(self, logits: Tensor, batch: SamplingBatch, drafted: Drafted | None) -> "Choose":
+        """How to sample these rows. logits: of the rows, then after their drafts."""
+        if drafted is None:
+            return partial(self._sample, logits, batch)
+        return partial(sample_passes, logits, batch, drafted, self._sample)
 
     def _note_eager(self, step: StepSize, seconds: float) -> None:
         """Not on a CPU, which computes while it is launched."""
@@ -212,23 +243,31 @@ class ModelRunner:
         """Sample now, or when the masks come, which is before the next forward pass."""
         return PendingTokens(choose, plan.num_tokens) if plan.masked else choose(None)
 
-    def _decode_rows(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
+    def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> "Sampling | None":
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
         decoder = self._model.row_decoder
         if decoder is None or plan.chunks or plan.num_padding or not len(decoding):
             return None
         self._trip(FaultSite.FORWARD)
         rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
-        if not plan.masked and not self._sampler.features(decoding):
+        if drafted is None and not plan.masked and not self._sampler.features(decoding):
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
             outcome = decoder.decode_greedy(decoding, rows.columns, ends, kv)
             self._trip(FaultSite.LOGPROBS)
-            return SampledTokens(decoding, HostCopy(outcome), None)
-        logits = decoder.decode_logits(decoding, rows.columns, ends, kv)
+            return self._sampled(decoding, outcome, None)
+        lines, columns = (decoding, rows.columns) if drafted is None else draft_lines(rows, decoding, drafted)
+        logits = decoder.decode_logits(lines, columns, ends, kv)
         device_rows = upload(decoding.astype(np.int64), self.device)
         batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
-        return self._choose(plan, partial(self._sample, logits, batch))
+        return self._choose(plan, self._sampling(logits, batch, drafted))
+
+    def _sampled(self, rows: IntArray, outcome: Tensor, scores: RowScores | None) -> SampledTokens:
+        """The tokens that these rows got. outcome: [5, rows] int64."""
+        if self._drafting is not None:
+            emitted = (outcome[1] & outcome[2]).bool().numpy()
+            self._drafting.append(rows[emitted], outcome[0].numpy()[emitted])
+        return SampledTokens(rows, HostCopy(outcome), scores)
 
     def _replay(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""
@@ -251,7 +290,7 @@ class ModelRunner:
 
     def _sample_replayed(
         self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None
-    ) -> "SampledTokens":
+    ) -> SampledTokens:
         """Sample after a replayed model, by a graph where one does all that these rows need."""
         assert self._logits is not None
         if not self._sampler.needs_more(rows):
@@ -278,7 +317,7 @@ class ModelRunner:
 
     def _sample_from_buffer(
         self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None
-    ) -> "SampledTokens":
+    ) -> SampledTokens:
         """Sample outside the graph, from the logits that a replayed model left, for the rows that get a token."""
         assert self._logits is not None
         emits = np.ones(len(rows), dtype=np.bool_)
@@ -322,6 +361,8 @@ class ModelRunner:
             self._sampler.release(row)
             self._pools.release(row)
         self._sampler.assign(plan.starts)
+        if self._drafting is not None:
+            self._drafting.follow(plan.releases, plan.starts)
         for append in plan.appends:
             self._sampler.append_tokens(append.row, append.tokens)
 
@@ -330,14 +371,14 @@ class ModelRunner:
         logits: Tensor,  # [n, vocab] float32
         batch: SamplingBatch,
         masks: Masks | None,
-    ) -> "SampledTokens":
+    ) -> SampledTokens:
         for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):  # one call does all three
             self._trip(site)
         chosen = self._sampler.sample(logits, batch, masks)
         self._trip(FaultSite.LOGPROBS)
         scores = self._sampler.logprobs(logits, batch, chosen.tokens)
         self._sampler.commit(batch, chosen.tokens)
-        return SampledTokens(batch.host_rows, HostCopy(self._advance(batch, chosen)), scores)
+        return self._sampled(batch.host_rows, self._advance(batch, chosen), scores)
 
     def _advance(self, batch: SamplingBatch, chosen: Sampled) -> Tensor:
         """Append each row's token. Returns [5, n] int64: token, alive, finite, stop, length."""
@@ -403,28 +444,8 @@ class LogitsBuffer(NamedTuple):
         return LogitsBuffer(*(each[:count] for each in self))
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Sampled tokens, being copied to the host."""
-
-    rows: IntArray
-    outcome: HostCopy  # [5, n] int64: token, alive, finite, stop, length
-    scores: RowScores | None
-
-    def wait(self, step: int) -> StepResult:
-        tokens, alive, finite, stop, length = self.outcome.wait()
-        emitted = (alive & finite).astype(np.bool_)
-        over = np.flatnonzero(alive & (stop | length | (1 - finite)))
-        ended = tuple(FinishedRow(Row(int(self.rows[i])), _reason(finite[i], stop[i])) for i in over)
-        logprobs = {} if self.scores is None else self.scores.wait()
-        if not emitted.all():
-            emitting = set(self.rows[emitted].tolist())
-            logprobs = {row: top for row, top in logprobs.items() if row in emitting}
-        return StepResult(step, self.rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
-
-
 # Samples the tokens of a step, under masks if it has any.
-Choose = Callable[[Masks | None], SampledTokens]
+Choose = Callable[[Masks | None], SampledTokens | SampledPasses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +456,7 @@ class PendingTokens:
     num_tokens: int  # that the step computes
 
 
-Sampling = SampledTokens | PendingTokens
+Sampling = SampledTokens | SampledPasses | PendingTokens
 
 
 @dataclass(slots=True)
@@ -447,6 +468,7 @@ class PendingStep:
     candidates: RowCandidates | None = None
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
+    drafts: Drafts = field(default_factory=Drafts)
 
     @torch.inference_mode()
     def sample(self, masks: Masks) -> None:
@@ -457,6 +479,9 @@ class PendingStep:
     def wait(self) -> StepResult:
         assert not isinstance(self.sampled, PendingTokens), f"step {self.step} waits for its masks"
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
+        if len(self.drafts):
+            drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses) else None
+            result = replace(result, verified=verified(self.drafts, drafted, result))
         if self.candidates is not None:
             found = self.candidates.wait()
             failed = tuple(FinishedRow(row, FinishReason.ERROR) for row, best in found.items() if best is None)
@@ -470,16 +495,10 @@ class PendingStep:
             result = replace(result, prompt_logprobs=tuple(prompt_logprobs))
         if self.pooled is not None:
             sums = self.pooled.wait()
-            over = tuple(FinishedRow(row, _reason(total is not None, stop=True)) for row, total in sums.items())
+            over = tuple(FinishedRow(row, finish_reason(total is not None, stop=True)) for row, total in sums.items())
             whole = {row: total for row, total in sums.items() if total is not None}
             result = replace(result, ended=result.ended + over, pooled=whole)
         return result
-
-
-def _reason(finite: int, stop: int) -> FinishReason:
-    if not finite:
-        return FinishReason.ERROR
-    return FinishReason.STOP if stop else FinishReason.LENGTH
 
 
 _TIMED_CHUNK = 32  # tokens: enough that a step waits for arithmetic, not for memory

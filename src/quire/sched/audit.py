@@ -6,6 +6,7 @@ from quire.core.step import StepPlan
 from quire.kv.manager import count_blocks
 from quire.sched.scheduler import Scheduler
 
+_MOST_IN_FLIGHT = 4  # steps whose drafts a row's table may be ahead by
 _ROWLESS = (SequenceState.WAITING, SequenceState.FINISHED)
 
 
@@ -26,7 +27,9 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         held = lengths[row]
         num_positions = 0 if sequence.id in awaiting else state.num_computed(sequence)
         planned = count_blocks(num_positions, scheduler.kv.block_size)
-        assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
+        most_ahead = calendar.is_active(row) * scheduler.policy.speculation.max_drafts * _MOST_IN_FLIGHT
+        ahead = count_blocks(min(num_positions + most_ahead, sequence.last_position + 1), scheduler.kv.block_size)
+        assert planned <= held <= max(planned, ahead), f"{sequence} holds {held} blocks, not {planned}"
         kept = held + reserved[row]
         most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
         assert kept <= most, f"{kept} blocks are kept for {sequence}, which needs {most} at most"
@@ -37,6 +40,8 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     )  # I18
     for number, (held, kept) in enumerate(zip(lengths, reserved, strict=True)):  # I8
         assert (held == 0 and kept == 0) or number in assigned, f"row {number} is free and owns blocks"
+    drafting = {row for row in assigned if calendar.is_drafting(row) or calendar.is_ahead(row)}
+    assert not drafting or scheduler.policy.speculation.max_drafts, f"rows {drafting} draft without speculation"
     lowest = max([sequence.request.priority for sequence in assigned.values()], default=0)
     assert state.rows.lowest_class == lowest, "the lowest class with a row is wrong"  # I18
     _audit_groups(scheduler)

@@ -5,9 +5,12 @@ step with decoding rows keeps the inter-token latency target.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, Row
 from quire.core.request import Sequence, SequenceState
+from quire.core.step import Drafts
+from quire.kv.manager import count_blocks
 from quire.sched.cost_model import CostTable, StepShape
 from quire.sched.pacing import (
     MANY_STRETCH,
@@ -23,6 +26,7 @@ from quire.sched.preemption import Preemption
 from quire.sched.state import SchedulerState
 
 MAX_STEP_S = 0.5  # default of `Policy.max_step_s` on a CPU, where a step of the whole token budget may take a minute
+_NO_ROWS: IndexArray = np.empty(0, dtype=np.intp)
 _PER_SMALLEST = 2  # or this factor times the step with the smallest chunk: most of a long step is not for its tokens
 
 
@@ -39,10 +43,13 @@ class StepBatcher:
     # Decoding rows.
 
     def schedule_decodes(self, builder: PlanBuilder) -> None:
-        calendar = self._state.calendar
+        calendar, kv = self._state.calendar, self._state.kv
         rows = calendar.due(builder.step)
-        if len(rows):
-            blocks = self._state.kv.grow_each(rows)
+        drafting = calendar.short(builder.step, kv.tables.lengths) if calendar.has_drafting else _NO_ROWS
+        if len(drafting):
+            self._grant_one_by_one(np.concatenate([rows, drafting]), builder)
+        elif len(rows):
+            blocks = kv.grow_each(rows)
             if blocks is None:
                 self._grant_one_by_one(rows, builder)
             else:
@@ -53,33 +60,54 @@ class StepBatcher:
         builder.budget -= builder.num_decoding
 
     def _grant_one_by_one(self, rows: IndexArray, builder: PlanBuilder) -> None:
-        """There are not blocks for all rows: grant in order of precedence, and preempt where needed."""
-        calendar = self._state.calendar
-        granted_list: list[Row] = []
-        for sequence in self._state.by_precedence(rows.tolist()):
+        """There are not blocks for all rows, or some draft: grant in order of precedence, and preempt where needed."""
+        state, calendar = self._state, self._state.calendar
+        granted_list: list[Row] = []  # with bookings
+        drafting = [(row, state.kv.tables.lengths.item(row)) for row in rows.tolist() if calendar.is_drafting(row)]
+        for sequence in state.by_precedence(rows.tolist()):
             row = sequence.row
             if sequence.state is not SequenceState.RUNNING or row is None:  # preempted for an earlier one
                 continue
-            while not (granted := self._state.kv.grow(row, sequence.request.id)):
+            while not (granted := self._grow(row, sequence, builder.step)):
                 builder.pressure = True
                 if (
-                    not self._preemption.preempt_for_block(sequence.request.id)
+                    calendar.is_ahead(row)  # it may need none: the next result says where it is
+                    or not self._preemption.preempt_for_block(sequence.request.id)
                     or sequence.state is not SequenceState.RUNNING
                 ):
                     break
-            (granted_list if granted else builder.paused).append(row)
+            if not granted:
+                builder.paused.append(row)
+            elif not calendar.is_drafting(row):
+                granted_list.append(row)
         granted_list = [row for row in granted_list if calendar.is_decoding(row)]  # some were preempted after all
         builder.paused = [row for row in builder.paused if calendar.is_decoding(row)]
         granted_rows = np.array(granted_list, dtype=np.intp)
-        builder.grant_each(
-            granted_rows, np.array([self._state.kv.tables.last(row) for row in granted_list], dtype=np.int32)
-        )
+        builder.grant_each(granted_rows, np.array([state.kv.tables.last(row) for row in granted_list], dtype=np.int32))
         calendar.book_granted(granted_rows, builder.step)
         self._bill(granted_rows, builder.step)
+        for row, num_before in drafting:
+            if calendar.is_drafting(row):
+                builder.grant(row, state.kv.tables.of(row)[num_before:].copy())
+
+    def _grow(self, row: Row, sequence: Sequence, step: int) -> bool:
+        """Allocate what a row lacks for this step: one block, or as many as it may reach with the drafts in flight."""
+        state = self._state
+        if not state.calendar.is_drafting(row):
+            return state.kv.grow(row, sequence.request.id)
+        num_needed = count_blocks(state.calendar.reach(row, step) + 1, state.kv.block_size)
+        while state.kv.tables.lengths.item(row) < num_needed:
+            if not state.kv.grow(row, sequence.request.id):
+                return False
+        return True
 
     def _bill(self, rows: IndexArray, step: int) -> None:
         """Each row was granted a block: charge for the tokens and blocks since its last grant."""
         state = self._state
+        if state.governor.active:
+            positions = state.calendar.positions_reached(rows, step)
+            state.billing.charge_positions(rows, positions, state.kv.block_size)
+            return
         state.billing.charge_rows(rows, state.calendar.positions_at(rows, step), state.kv.tables.lengths[rows] - 1)
 
     # Known tokens. From here on no row is preempted.
@@ -187,8 +215,48 @@ class StepBatcher:
                 capacity = num_blocks * state.kv.block_size
                 state.calendar.start(row, builder.step + 1, num_tokens, sequence.last_position, capacity)
                 state.billing.start(row, tenant, num_tokens)
+                if state.governor.active and not pooled and not request.sampling.masked:
+                    state.governor.start(row, builder.step + 1)
+
+    # Drafts.
+
+    def schedule_drafts(self, builder: PlanBuilder) -> None:
+        """Drafts come last, with the budget and the blocks that are left. They never pause or preempt a row."""
+        state, governor, calendar = self._state, self._state.governor, self._state.calendar
+        budget = builder.max_tokens - builder.num_tokens
+        if not governor.active or builder.pressure or budget <= 0 or state.policy.regime.padded:
+            return
+        rows = governor.candidates(builder.step)
+        if not len(rows):
+            return
+        counts = governor.choose(builder.step, rows, calendar.num_left(rows, builder.step), self.shape(builder), budget)
+        drafting = counts > 0
+        if np.count_nonzero(drafting):
+            self._grant_for_drafts(rows[drafting], counts[drafting], builder)
+
+    def _grant_for_drafts(self, rows: IndexArray, counts: NDArray[np.int64], builder: PlanBuilder) -> None:
+        """Blocks for the drafts of rows, or fewer drafts."""
+        state, tables, block_size = self._state, self._state.kv.tables, self._state.kv.block_size
+        reach = state.calendar.reaches(rows, builder.step)
+        for place in np.flatnonzero(reach + counts >= tables.lengths[rows] * block_size).tolist():
+            row, last = Row(int(rows[place])), int(reach[place] + counts[place])
+            num_before, request = tables.lengths.item(row), state.rows.assigned[row].request
+            while tables.lengths.item(row) * block_size <= last and state.kv.grow(row, request.id):
+                pass
+            builder.grant(row, tables.of(row)[num_before:].copy())
+            counts[place] = min(counts[place], tables.lengths.item(row) * block_size - 1 - reach[place])
+        kept = counts > 0
+        builder.drafts = Drafts(rows[kept].astype(np.int32), counts[kept].astype(np.int32))
+
+    def book_drafts(self, builder: PlanBuilder) -> None:
+        """The step is taken: enter its drafts in the calendar."""
+        state, drafts = self._state, builder.drafts
+        if len(drafts) or state.calendar.has_drafting:
+            state.calendar.book_drafts(drafts.rows.astype(np.intp), drafts.counts, state.kv.tables.lengths)
 
     def shape(self, builder: PlanBuilder) -> StepShape:
         """The inputs of the cost model for this step."""
         shape = StepShape(builder.num_decoding, self._state.calendar.num_context(builder.step))
+        if len(builder.drafts):
+            shape = shape.with_drafts(int(builder.drafts.counts.sum()))
         return shape.with_chunks([(chunk.start, chunk.length) for chunk in builder.chunks]) if builder.chunks else shape

@@ -23,6 +23,11 @@ class StepShape(NamedTuple):
     num_context: int = 0  # KV tokens that the decoding rows read, together
     num_chunk_tokens: int = 0
     chunk_context: int = 0  # KV tokens that the chunks' tokens read, itself and all before it for each, together
+    num_drafts: int = 0  # that decoding rows verify, together
+
+    def with_drafts(self, number: int) -> "StepShape":
+        """The same step with this number of drafts."""
+        return self._replace(num_drafts=number)
 
     def with_chunk(self, start: int, length: int) -> "StepShape":
         """The same step with a further chunk of the positions [start, start + length)."""
@@ -30,11 +35,11 @@ class StepShape(NamedTuple):
 
     def with_chunks(self, chunks: Iterable[tuple[int, int]]) -> "StepShape":
         """The same step with further chunks, each by its start and its length."""
-        num_rows, num_context, num_chunk_tokens, chunk_context = self
+        num_rows, num_context, num_chunk_tokens, chunk_context, num_drafts = self
         for start, length in chunks:
             num_chunk_tokens += length
             chunk_context += length * start + length * (length + 1) // 2
-        return StepShape(num_rows, num_context, num_chunk_tokens, chunk_context)
+        return StepShape(num_rows, num_context, num_chunk_tokens, chunk_context, num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ class _Bucket(NamedTuple):
     num_context: int
     num_chunk_tokens: int
     depth: int
+    num_drafts: int  # few are told apart: a step with 3 is not one with 2
 
 
 class _Kind(NamedTuple):
@@ -109,8 +115,11 @@ class CostTable:
     # Steps.
 
     def predict_s(self, shape: StepShape) -> float:
-        """The roofline times the correction of its bucket; of its kind, where the bucket has none."""
+        """The roofline times the correction of its bucket; of its kind, where the bucket has none. A step with drafts
+        is like one without, until some with as many were measured."""
         known = self._buckets.get(_bucket(shape))
+        if shape.num_drafts and (known is None or known.value is None):
+            known = self._buckets.get(_bucket(shape.with_drafts(0)))
         if known is None or known.value is None:
             known = self._kinds.get(_kind(shape))
         correction = 1.0 if known is None or known.value is None else known.value
@@ -123,11 +132,12 @@ class CostTable:
         bucket = _bucket(shape)
         known = self._buckets.pop(bucket, None) or _RunningMedian()
         self._buckets[bucket] = known
-        kind = _kind(shape)
-        if kind not in self._kinds:
-            self._kinds[kind] = _RunningMedian()
         changed = known.note(ratio)
-        changed |= self._kinds[kind].note(ratio)
+        if not shape.num_drafts:
+            kind = _kind(shape)
+            if kind not in self._kinds:
+                self._kinds[kind] = _RunningMedian()
+            changed |= self._kinds[kind].note(ratio)
         if len(self._buckets) > MAX_BUCKETS:
             forgotten = self._buckets.pop(next(iter(self._buckets)))
             changed |= forgotten.value is not None
@@ -135,11 +145,14 @@ class CostTable:
 
     def _roofline_s(self, shape: StepShape) -> float:
         constants = self._constants
-        num_tokens = shape.num_rows + shape.num_chunk_tokens
+        num_tokens = shape.num_rows + shape.num_chunk_tokens + shape.num_drafts
+        num_context = shape.num_context
+        if shape.num_drafts:  # each reads as much as its row
+            num_context += shape.num_drafts * shape.num_context // max(1, shape.num_rows)
         return (
             constants.seconds_per_step
             + hypot(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)
-            + constants.seconds_per_context_token * shape.num_context
+            + constants.seconds_per_context_token * num_context
             + constants.seconds_per_attention_pair * shape.chunk_context
         )
 
@@ -193,6 +206,7 @@ def _bucket(shape: StepShape) -> _Bucket:
         (shape.num_context.bit_length() + 1) // 2,
         shape.num_chunk_tokens.bit_length(),
         (depth.bit_length() + 1) // 2,
+        shape.num_drafts if shape.num_drafts <= 4 else 2 + shape.num_drafts.bit_length(),
     )
 
 

@@ -6,13 +6,14 @@ queues or requests.
 
 Tenants are charged for prompt tokens computed, tokens generated and blocks held. A decoding row is charged
 retroactively, when it is granted a block or released: for every token since its last charge, and for its blocks in each
-of those steps. So no row is scanned in between.
+of those steps. So no row is scanned in between. A row that verifies drafts is charged for the tokens that it gains,
+each as if it took a step, whatever it computes and holds for drafts.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -240,10 +241,18 @@ class Billing:
         self._tenants[row] = self._shares.index(tenant)
         self._billed_up_to[row] = position
 
-    def charge_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
-        """Final bill of a row: computed up to this position, with this many blocks since the last bill."""
-        num_tokens = position - self._billed_up_to.item(row)
-        self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
+    def charge_last(self, row: Row, tenant: str, position: int, block_size: int) -> None:
+        """Final bill of a row: computed up to this position."""
+        start = self._billed_up_to.item(row)
+        num_held = _block_steps(position, block_size) - _block_steps(start, block_size)
+        self._shares.charge(tenant, (position - start) * self._prices.decode + num_held * self._prices.block_step)
+
+    def charge_positions(self, rows: IndexArray, positions: NDArray[np.int64], block_size: int) -> None:
+        """Bill rows that may have filled blocks since the last bill: each computed up to its position."""
+        starts = self._billed_up_to[rows]
+        self._billed_up_to[rows] = positions
+        num_held = _block_steps(positions, block_size) - _block_steps(starts, block_size)
+        self._shares.charge_many(self._tenants[rows], (positions - starts) * self._decode + num_held * self._block_step)
 
     def charge_rows(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
         """Bill rows: each computed up to its position, with this many blocks since the last bill."""
@@ -251,3 +260,12 @@ class Billing:
         self._billed_up_to[rows] = positions
         costs: NDArray[np.float64] = num_tokens * (self._decode + num_blocks * self._block_step)
         self._shares.charge_many(self._tenants[rows], costs)
+
+
+_Positions = TypeVar("_Positions", int, NDArray[np.int64])
+
+
+def _block_steps(positions: _Positions, block_size: int) -> _Positions:
+    """How many blocks a row held, summed over steps that computed these first positions one by one."""
+    full = positions // block_size
+    return block_size * full * (full + 1) // 2 + positions % block_size * (full + 1)

@@ -5,10 +5,11 @@ import numpy as np
 from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.moves import Move
 from quire.core.request import Sequence
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Grants, RowStart, StepPlan
+from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, Grants, RowStart, StepPlan
 from quire.sched.pacing import Pace
 
 _NO_GRANTS = Grants()
+NO_DRAFTS = Drafts()
 _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -24,7 +25,9 @@ class PlanBuilder:
         "budget",
         "chunk_sequences",
         "chunks",
+        "drafts",
         "kept_budget",
+        "max_tokens",
         "now_s",
         "num_decoding",
         "pace",
@@ -38,6 +41,7 @@ class PlanBuilder:
         self.step = step
         self.now_s = now_s
         self.budget = budget
+        self.max_tokens = budget
         self.kept_budget = 0  # of the budget, for long prompts
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
@@ -46,6 +50,7 @@ class PlanBuilder:
         self.appends: list[AppendTokens] = []
         self.chunks: list[Chunk] = []
         self.chunk_sequences: list[Sequence] = []  # of each chunk
+        self.drafts = NO_DRAFTS
         self.paused: list[Row] = []  # denied a block
         self._decode_rows: IntArray = _NONE  # one block each
         self._decode_blocks: IntArray = _NONE
@@ -87,6 +92,11 @@ class PlanBuilder:
         self.chunk_sequences.append(sequence)
 
     @property
+    def num_tokens(self) -> int:
+        """Decoded and in chunks."""
+        return self.num_decoding + sum([chunk.length for chunk in self.chunks])
+
+    @property
     def empty(self) -> bool:
         return self.num_decoding == 0 and not self.chunks
 
@@ -108,6 +118,7 @@ class PlanBuilder:
             grants=self._grants(),
             chunks=tuple(self.chunks),
             pauses=tuple(self.paused),
+            drafts=self.drafts,
             masked=masked,
             num_decoding=self.num_decoding,
             num_padding=num_padding,

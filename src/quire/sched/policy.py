@@ -12,6 +12,7 @@ from quire.kv.manager import KVManager
 from quire.sched.cost_model import UNMEASURED, Constants, CostTable
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
+from quire.sched.speculation import SpeculationPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Policy:
     max_preemptions: int = 3  # of one request group; then its whole length is reserved
     max_waiting: int | None = None  # request groups
     max_waiting_tokens: int | None = None  # prompt tokens of waiting groups
+    speculation: SpeculationPolicy = field(default_factory=SpeculationPolicy)
 
     def captured_beside(self, num_rows: int) -> tuple[int, ...]:
         """Prompt sizes captured for a step with this many decoding rows; empty if no such step is captured."""
@@ -115,5 +117,8 @@ def read_spec(text: str) -> SchedulerSpec:
     constants = Constants(**plain.pop("constants"))
     sizes = tuple(CapturedSizes(rows, tuple(prompt_tokens)) for rows, prompt_tokens in policy.pop("grains"))
     overcommit = Overcommit(policy.pop("stance"))
-    made = Policy(regime=regime, order=order, overcommit=overcommit, captured_sizes=sizes, **policy)
+    speculation = SpeculationPolicy(**policy.pop("speculation"))
+    made = Policy(
+        regime=regime, order=order, overcommit=overcommit, captured_sizes=sizes, speculation=speculation, **policy
+    )
     return SchedulerSpec(policy=made, constants=constants, **plain)

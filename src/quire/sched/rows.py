@@ -15,37 +15,43 @@ from quire.core.step import FinishReason, StepResult
 
 NO_TOKEN = -1
 _NO_TOKEN = np.array(NO_TOKEN, dtype=np.int32)  # numpy compares with it in half the time
-_PAGE = 64  # steps
+_PAGE = 64  # lines
 
 
 class TokenLog:
-    """Emitted tokens as pages of [steps, rows], gathered per row when it is released. Old pages are dropped."""
+    """Emitted tokens as pages of [lines, rows], gathered per row when it is released. Old pages are dropped.
 
-    __slots__ = ("_first_step", "_max_rows", "_num_steps", "_pages", "_spare")
+    A line holds at most one token of each row: a step is one line, or as many as its result has passes.
+    """
+
+    __slots__ = ("_first_line", "_max_rows", "_num_lines", "_pages", "_spare")
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._pages: deque[IntArray] = deque([self._blank()])
         self._spare: list[IntArray] = []
-        self._first_step = 0
-        self._num_steps = 0
+        self._first_line = 0  # of the pages that are kept
+        self._num_lines = 0
 
     @property
     def full(self) -> bool:
-        """Whether `add_page` must come before the next step."""
-        return self._num_steps == len(self._pages) * _PAGE
+        """Whether `add_page` must come before the next line."""
+        return self._num_lines == len(self._pages) * _PAGE
 
-    def append(self, step: int, rows: IntArray, tokens: IntArray) -> None:
-        """Note one step's tokens."""
-        assert step == self._first_step + self._num_steps, (step, self._first_step, self._num_steps)
-        line = self._pages[-1][self._num_steps % _PAGE]
+    @property
+    def next_line(self) -> int:
+        return self._first_line + self._num_lines
+
+    def append(self, rows: IntArray, tokens: IntArray) -> None:
+        """Note one token of each of these rows."""
+        line = self._pages[-1][self._num_lines % _PAGE]
         line[:] = NO_TOKEN
         line[rows.astype(np.intp)] = tokens
-        self._num_steps += 1
+        self._num_lines += 1
 
-    def gather(self, row: Row, first_step: int) -> IntArray:
-        """All tokens a row emitted since a step, in order."""
-        start, stop = max(first_step - self._first_step, 0), self._num_steps
+    def gather(self, row: Row, first_line: int) -> IntArray:
+        """All tokens a row emitted since a line, in order."""
+        start, stop = max(first_line - self._first_line, 0), self._num_lines
         columns = []
         while start < stop:
             page, line = divmod(start, _PAGE)
@@ -55,20 +61,12 @@ class TokenLog:
         emitted: IntArray = column[column != _NO_TOKEN]
         return emitted
 
-    def restart(self, step: int) -> None:
-        """Steps were lost: continue with this one; the lost ones emitted nothing."""
-        while self._first_step + self._num_steps < step:
-            if self.full:
-                self.add_page(self._first_step)
-            self._pages[-1][self._num_steps % _PAGE] = NO_TOKEN
-            self._num_steps += 1
-
-    def add_page(self, oldest_step: int) -> None:
-        """Add an empty page, and drop the pages of steps before `oldest_step`."""
-        while self._pages and self._first_step + _PAGE <= oldest_step and self._num_steps >= _PAGE:
+    def add_page(self, oldest_line: int) -> None:
+        """Add an empty page, and drop the pages of lines before `oldest_line`."""
+        while self._pages and self._first_line + _PAGE <= oldest_line and self._num_lines >= _PAGE:
             self._spare = [self._pages.popleft()]
-            self._first_step += _PAGE
-            self._num_steps -= _PAGE
+            self._first_line += _PAGE
+            self._num_lines -= _PAGE
         self._pages.append(self._spare.pop() if self._spare else self._blank())
 
     def _blank(self) -> IntArray:
@@ -84,6 +82,7 @@ class RowAllocator:
 
     __slots__ = (
         "_classes",
+        "_first_line",
         "_free",
         "_log",
         "_released",
@@ -108,6 +107,7 @@ class RowAllocator:
         self._released: list[Row] = []  # not yet reported to the runner
         self._started: set[Row] = set()  # the rows that the runner knows as assigned
         self._log = TokenLog(max_rows)
+        self._first_line: dict[Row, int] = {}  # in the log, of each assigned row
 
     @property
     def num_free(self) -> int:
@@ -123,6 +123,7 @@ class RowAllocator:
     def assign(self, sequence: Sequence, row: Row, step: int, num_computed: int) -> None:
         sequence.assign(row, step, num_computed)
         self.assigned[row] = sequence
+        self._first_line[row] = self._log.next_line
         self.emitter_ids[row] = sequence.id
         self._classes[sequence.request.priority] += 1
         self._tenants[sequence.request.tenant] += 1
@@ -147,13 +148,20 @@ class RowAllocator:
 
     def note(self, result: StepResult) -> None:
         """Log the tokens that the rows emitted."""
-        if self._log.full:
-            self._log.add_page(min((s.assigned_step for s in self.assigned.values()), default=result.step))
-        self._log.append(result.step, result.rows, result.tokens)
+        if not result.passes:
+            self._append(result.rows, result.tokens)
+            return
+        for rows, tokens in result.each_pass():
+            self._append(rows, tokens)
 
-    def forget_steps(self, step: int) -> None:
-        """The steps in flight are lost: the next one to be logged comes after `step`."""
-        self._log.restart(step + 1)
+    def _append(self, rows: IntArray, tokens: IntArray) -> None:
+        if self._log.full:
+            self._log.add_page(min(self._first_line.values(), default=self._log.next_line))
+        self._log.append(rows, tokens)
+
+    def _generated(self, row: Row) -> IntArray:
+        """The tokens that a row emitted since its assignment."""
+        return self._log.gather(row, self._first_line[row])
 
     def sequence_ids(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         """The sequence of each row's token; NO_SEQUENCE if it is dropped."""
@@ -180,16 +188,14 @@ class RowAllocator:
     def fix_tokens(self, sequence: Sequence) -> None:
         """Fix the tokens of a finished sequence; what its row emits later is dropped."""
         if sequence.row is not None:
-            generated = self._log.gather(sequence.row, sequence.assigned_step)
-            sequence.tokens = np.concatenate([sequence.tokens, generated])
+            sequence.tokens = np.concatenate([sequence.tokens, self._generated(sequence.row)])
             self.emitter_ids[sequence.row] = NO_SEQUENCE
 
     def known(self, sequence: Sequence) -> IntArray:
         """The tokens known so far."""
         if sequence.finished or sequence.row is None:
             return sequence.tokens
-        generated = self._log.gather(sequence.row, sequence.assigned_step)
-        known: IntArray = np.concatenate([sequence.tokens, generated])
+        known: IntArray = np.concatenate([sequence.tokens, self._generated(sequence.row)])
         return known
 
     def next_released(self, step: int) -> Sequence | None:
@@ -214,7 +220,8 @@ class RowAllocator:
             del self._tenants[tenant]
         self.emitter_ids[row] = NO_SEQUENCE
         self._free.append(row)
-        sequence.release(_NOTHING if sequence.finished else self._log.gather(row, sequence.assigned_step))
+        sequence.release(_NOTHING if sequence.finished else self._generated(row))
+        del self._first_line[row]
 
     def forget_row(self, sequence: Sequence) -> None:
         """The runner drops this row with the next plan; it is started anew later."""

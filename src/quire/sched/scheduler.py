@@ -18,7 +18,17 @@ import numpy as np
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import FloatArray, RequestId, Row
 from quire.core.request import EventKind, Request, RequestEvent, RequestGroup, Sequence, SequenceState, WaitCause
-from quire.core.step import Candidates, ChunkOutput, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
+from quire.core.step import (
+    Candidates,
+    ChunkOutput,
+    Drafts,
+    FinishReason,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+    Verified,
+)
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.admission import Admission
@@ -44,6 +54,7 @@ class _StepInFlight(NamedTuple):
     expected_s: float
     planned_s: float
     moves: bool  # whether it copies blocks
+    drafts: Drafts
 
 
 class Scheduler:
@@ -64,7 +75,7 @@ class Scheduler:
         self.kv = kv
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self._state = SchedulerState(kv, self.policy, max_rows)
+        self._state = SchedulerState(kv, self.policy, max_rows, self.cost)
         preemption = Preemption(self._state)
         self._batcher = StepBatcher(self._state, preemption, self.cost)
         self._admission = Admission(self._state, preemption, self._batcher.schedule_chunk)
@@ -132,6 +143,7 @@ class Scheduler:
         self._batcher.schedule_short_prefills(builder)
         self._admission.admit(builder)
         self._batcher.schedule_long_prefills(builder)
+        self._batcher.schedule_drafts(builder)
         return self._commit(builder)
 
     def absorb(self, result: StepResult, now_s: float = 0.0) -> StepOutput:
@@ -139,6 +151,8 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert result.step == flight.step == self._state.last_absorbed + 1, (result.step, flight.step)
         self._state.last_absorbed = result.step
+        if len(flight.drafts):
+            flight = self._absorb_drafts(flight, result.verified)
         self._observe(flight, now_s)
         rows = self._state.rows
         rows.note(result)
@@ -146,7 +160,7 @@ class Scheduler:
         kept = emitters >= 0
         if np.count_nonzero(kept) < len(kept):
             emitters, tokens = emitters[kept], tokens[kept]
-        logprobs: dict[int, TopLogprobs] = {
+        logprobs: dict[int, tuple[TopLogprobs, ...]] = {
             name: top for row, top in result.logprobs.items() if (name := rows.sequence_id(row)) is not None
         }
         scores: dict[int, PromptLogprobs] = {
@@ -294,6 +308,7 @@ class Scheduler:
             return None
         for row in builder.paused:
             state.calendar.book_paused(row)
+        self._batcher.book_drafts(builder)
         for sequence in state.forked:
             assert sequence.row is not None, sequence
             state.rows.mark_started(sequence.row)
@@ -305,10 +320,12 @@ class Scheduler:
         moves = self.kv.take_moves()
         shape = self._batcher.shape(builder)
         expected_s = self.cost.predict_s(shape)
-        self._in_flight.append(_StepInFlight(builder.step, chunks, shape, expected_s, builder.now_s, bool(moves)))
+        self._in_flight.append(
+            _StepInFlight(builder.step, chunks, shape, expected_s, builder.now_s, bool(moves), builder.drafts)
+        )
         num_padding = self._padding(builder)
         counters = state.counters
-        counters.computed_tokens += builder.num_decoding + sum(chunk.length for chunk in builder.chunks)
+        counters.computed_tokens += builder.num_tokens + shape.num_drafts
         counters.padding_tokens += num_padding
         counters.moved_blocks += len(moves)
         if bound is not None:
@@ -332,7 +349,7 @@ class Scheduler:
             return 0
         longest = max((chunk.length for chunk in builder.chunks), default=1)
         width = max(self._admission.batch_size, builder.num_decoding + len(builder.chunks))
-        return width * longest - builder.num_decoding - sum(chunk.length for chunk in builder.chunks)
+        return width * longest - builder.num_tokens
 
     def _observe(self, flight: _StepInFlight, now_s: float) -> None:
         """Measure a step: from its plan, or from the absorption before it if that was later. Without a clock, as in
@@ -343,6 +360,17 @@ class Scheduler:
             self.cost.observe(flight.shape, now_s - started_s)
 
     # Absorbing.
+
+    def _absorb_drafts(self, flight: _StepInFlight, verified: Verified) -> _StepInFlight:
+        """Correct the positions of rows by what they gained; the step as it was computed."""
+        state, drafts, accepted = self._state, flight.drafts, verified.accepted
+        assert len(verified) == len(drafts), (len(verified), len(drafts))
+        state.calendar.absorb_drafts(drafts.rows.astype(np.intp), drafts.counts, accepted)
+        state.governor.note(drafts.rows, verified.drafted, accepted)
+        num_drafted = int(verified.drafted.sum())
+        state.counters.drafted_tokens += num_drafted
+        state.counters.accepted_tokens += int(accepted.sum())
+        return flight._replace(shape=flight.shape.with_drafts(num_drafted))
 
     def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
         """A chunk is written: commit its blocks to the tree, requeue followers and fork siblings."""
@@ -421,7 +449,6 @@ class Scheduler:
         keep_cache = keep_cache and not any(flight.moves for flight in self._in_flight)
         self._in_flight.clear()
         state.counters.lost_steps += state.last_planned - state.last_absorbed
-        state.rows.forget_steps(state.last_planned)
         state.last_absorbed = state.last_planned
         Scheduler.withdraw_all(self)  # a journal records the lost steps, not this
         state.release_up_to(state.last_absorbed)

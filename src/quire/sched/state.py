@@ -14,8 +14,9 @@ import numpy.ma  # np.unique would load it during the first preemption
 from quire.core.ids import IntArray, RequestId, Row
 from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence, SequenceState
 from quire.core.step import AppendTokens, FinishReason
-from quire.kv.manager import KVManager, count_blocks
+from quire.kv.manager import KVManager
 from quire.sched.beam_search import BeamGroups
+from quire.sched.cost_model import CostTable
 from quire.sched.decode_calendar import DecodeCalendar
 from quire.sched.explain import WaitHistory
 from quire.sched.fairness import Billing, WeightedFairShares
@@ -26,6 +27,7 @@ from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import Deadlines, WaitingQueue
 from quire.sched.reservation import LengthQuantile
 from quire.sched.rows import RowAllocator
+from quire.sched.speculation import DraftGovernor
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Counters:
     moved_blocks: int = 0
     forks: int = 0
     lost_steps: int = 0
+    drafted_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0  # of those, tokens gained beyond one per row and step
     paced_steps: dict[StepBound, int] = field(default_factory=dict)  # steps whose prompt tokens a bound limited
 
 
@@ -52,7 +56,7 @@ MAX_REQUEUED = 128  # groups per step: about a millisecond
 class SchedulerState:
     """Queues, rows, counters and the work of the next plan."""
 
-    def __init__(self, kv: KVManager, policy: Policy, max_rows: int) -> None:
+    def __init__(self, kv: KVManager, policy: Policy, max_rows: int, cost: CostTable) -> None:
         self.kv = kv
         self.policy = policy
         self.groups: dict[RequestId, RequestGroup] = {}
@@ -62,6 +66,7 @@ class SchedulerState:
         self.deadlines = Deadlines()
         self.rows = RowAllocator(max_rows)
         self.calendar = DecodeCalendar(max_rows, kv.block_size)
+        self.governor = DraftGovernor(policy.speculation, cost, max_rows)
         self.inflight_prefixes = InflightPrefixes(kv.block_size)
         self.forks = SiblingForks(kv, self.rows)
         self.beams = BeamGroups(kv, self.rows)
@@ -197,6 +202,8 @@ class SchedulerState:
         if self.appends:
             self.appends = [append for append in self.appends if append.row != sequence.row]
         self.calendar.stop(sequence.row)
+        if self.governor.active:
+            self.governor.stop(sequence.row)
         self.masked_rows.discard(sequence.row)
         self.inflight_prefixes.end(sequence)
         orphans = self.forks.orphans(sequence)
@@ -212,8 +219,7 @@ class SchedulerState:
         assert row is not None, sequence
         if self.calendar.is_active(row):
             position = self.calendar.position_at(row, self.last_planned) + 1
-            num_blocks = count_blocks(position, self.kv.block_size)  # not one just granted: it computes nothing there
-            self.billing.charge_last(row, sequence.request.tenant, position, num_blocks)
+            self.billing.charge_last(row, sequence.request.tenant, position, self.kv.block_size)
 
     def release_up_to(self, step: int) -> None:
         """Invariant (a): release rows and blocks that no step in flight touches."""

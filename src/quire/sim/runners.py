@@ -12,8 +12,9 @@ there are no logits.
   with end tokens stops with its `min_tokens`-th token: the request sets the length, unknown to the scheduler.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, starmap
 from typing import NamedTuple
@@ -24,17 +25,18 @@ from numpy.typing import NDArray
 from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.moves import Move, Place, Tier, runs
 from quire.core.oracle import candidates, mix
-from quire.core.step import ChunkOutput, FinishedRow, FinishReason, Masks, RowStart, StepPlan, StepResult
+from quire.core.step import ChunkOutput, FinishedRow, FinishReason, Masks, RowStart, StepPlan, StepResult, Verified
 from quire.sched.cost_model import StepShape
 
 
 class SimWork(NamedTuple):
-    """Compute positions [start, stop) of a row's tokens, and return what `output` names."""
+    """Compute positions [start, stop) of a row's tokens and the drafts behind them, and return what `output` names."""
 
     row: Row
     start: int
     stop: int
     output: ChunkOutput
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,6 +61,38 @@ class FinishedStep(NamedTuple):
 
     def wait(self) -> StepResult:
         return self.result
+
+
+# Proposes up to this many tokens after those of a row; none by default.
+ProposeDrafts = Callable[[SimRow, int], list[int]]
+
+
+class EmittedTokens:
+    """The tokens of a step, in passes, as its rows emit them one after the other."""
+
+    __slots__ = ("_passes",)
+
+    def __init__(self) -> None:
+        self._passes: list[list[tuple[int, int]]] = [[]]
+
+    def add(self, row: Row, token: int, number: int = 0) -> None:
+        """The token with this number of those that the row emits in the step."""
+        if number == len(self._passes):
+            self._passes.append([])
+        self._passes[number].append((row, token))
+
+    def result(self, plan: StepPlan, work: Iterable[SimWork], result: StepResult) -> StepResult:
+        """The result with these tokens, and what became of the drafts of its plan."""
+        pairs = np.array(list(chain.from_iterable(self._passes)), dtype=np.int32).reshape(-1, 2)
+        starts = list(accumulate(len(each) for each in self._passes[:-1]))
+        result = replace(result, rows=pairs[:, 0], tokens=pairs[:, 1], passes=tuple(starts))
+        if not len(plan.drafts):
+            return result
+        drafted = {each.row: len(each.drafts) for each in work}
+        gained = Counter(row for further in self._passes[1:] for row, _ in further)
+        rows = plan.drafts.rows.tolist()
+        numbers = np.array([(drafted.get(row, 0), gained[row]) for row in rows], dtype=np.int32)
+        return replace(result, verified=Verified(plan.drafts.rows, numbers[:, 0], numbers[:, 1]))
 
 
 # The result of a step whose forward pass is done, by the mask of each row that has one.
@@ -107,9 +141,10 @@ def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
 class SimRows:
     """The persistent batch of a runner without tensors."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, propose: ProposeDrafts = lambda row, count: []) -> None:
         self.rows: dict[Row, SimRow] = {}
         self._vocab_size = vocab_size
+        self._propose = propose
         self._next_step = 0
         self._newest: SimStep | None = None
 
@@ -118,25 +153,28 @@ class SimRows:
         next token follows from it and the sequence's index; under a mask it is the first allowed token from there on.
         """
         states = [(work, totals(work, self.rows[work.row])) for work in self.apply(plan)]
-        self._newest = sim_step(plan, partial(self._choose, plan.step, states))
+        self._newest = sim_step(plan, partial(self._choose, plan, states))
         return self._newest
 
-    def _choose(self, step: int, computed: list[tuple[SimWork, list[int]]], bits: dict[Row, IntArray]) -> StepResult:
-        emitted = []
-        ended = []
+    def _choose(
+        self, plan: StepPlan, computed: list[tuple[SimWork, list[int]]], bits: dict[Row, IntArray]
+    ) -> StepResult:
+        emitted = EmittedTokens()
+        ended: list[FinishedRow] = []
         likeliest = {}
         pooled: dict[Row, FloatArray] = {}
         for work, states in computed:
             row = self.rows[work.row]
             follows = states[-1]
             if ChunkOutput.SAMPLE in work.output:
-                token = (follows + row.row_start.branch) % self._vocab_size
-                if work.row in bits:
-                    token = first_allowed(token, bits[work.row], self._vocab_size)
-                emitted.append((work.row, token))
-                end = self.emit(work.row, token)
-                if end is not None:
-                    ended.append(end)
+                first = len(states) - 1 - len(work.drafts)
+                for number, state in enumerate(states[first:]):
+                    token = (state + row.row_start.branch) % self._vocab_size
+                    if work.row in bits:
+                        token = first_allowed(token, bits[work.row], self._vocab_size)
+                    emitted.add(work.row, token, number)
+                    if not self.goes_on(work, number, token, ended):
+                        break
             elif ChunkOutput.POOLED in work.output:
                 row.pooled += sum(states)
                 if work.stop == row.row_start.num_prompt:
@@ -145,15 +183,23 @@ class SimRows:
                     ended.append(FinishedRow(work.row, FinishReason.STOP))
             elif ChunkOutput.CANDIDATES in work.output:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.row_start.sampling.num_candidates)
-        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return StepResult(step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled)
+        result = StepResult(plan.step, ended=tuple(ended), candidates=likeliest, pooled=pooled)
+        return emitted.result(plan, [work for work, _ in computed], result)
 
     def apply(self, plan: StepPlan) -> list[SimWork]:
         """Apply a plan; the work of its step, decoding rows first, then chunks."""
         self._follow(plan)
         paused = set(plan.pauses)
+        counts = dict(zip(plan.drafts.rows.tolist(), plan.drafts.counts.tolist(), strict=True))
+        assert len(counts) == len(plan.drafts) and paused.isdisjoint(counts), plan.drafts
         work = [
-            SimWork(row, len(assigned.tokens) - 1, len(assigned.tokens), ChunkOutput.SAMPLE)
+            SimWork(
+                row,
+                len(assigned.tokens) - 1,
+                len(assigned.tokens),
+                ChunkOutput.SAMPLE,
+                self._drafts(assigned, counts.get(row, 0)),
+            )
             for row, assigned in self.rows.items()
             if assigned.decoding and not assigned.ended and row not in paused
         ]
@@ -169,6 +215,18 @@ class SimRows:
             assigned.decoding = samples
             work.append(SimWork(chunk.row, chunk.start, stop, chunk.output))
         return work
+
+    def _drafts(self, row: SimRow, count: int) -> tuple[int, ...]:
+        """The proposals for a row; none behind the last position that it may compute."""
+        count = min(count, row.row_start.max_length - 1 - len(row.tokens))
+        return tuple(self._propose(row, count)[:count]) if count > 0 else ()
+
+    def goes_on(self, work: SimWork, number: int, token: int, ended: list[FinishedRow]) -> bool:
+        """The row emits its token with this number in the step; whether its next draft is still to be verified."""
+        end = self.emit(work.row, token)
+        if end is not None:
+            ended.append(end)
+        return end is None and number < len(work.drafts) and work.drafts[number] == token
 
     def _follow(self, plan: StepPlan) -> None:
         if plan.reset:
@@ -209,14 +267,14 @@ class SimRows:
 class ToyRunner:
     """Adds up tokens."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._rows = SimRows(vocab_size)
+    def __init__(self, vocab_size: int, propose: ProposeDrafts = lambda row, count: []) -> None:
+        self._rows = SimRows(vocab_size, propose)
 
     def launch(self, plan: StepPlan) -> SimStep:
         return self._rows.run(plan, self._totals)
 
     def _totals(self, work: SimWork, row: SimRow) -> list[int]:
-        return list(accumulate(row.tokens[: work.stop]))[work.start :]
+        return list(accumulate((*row.tokens[: work.stop], *work.drafts)))[work.start :]
 
 
 Slot = tuple[int, int]  # token, position
@@ -238,9 +296,16 @@ _UNREAD = _OracleRead([], 0)
 class OracleRunner:
     """One slot holds (token, position). The next token is (Σ mix over all slots of the row + index) mod V."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        num_host_blocks: int = 0,
+        propose: ProposeDrafts = lambda row, count: [],
+    ) -> None:
         self._block_size = block_size
-        self._rows = SimRows(vocab_size)
+        self._rows = SimRows(vocab_size, propose)
         self._stores = {
             Tier.DEVICE: [[_EMPTY] * block_size for _ in range(num_blocks + 1)],
             Tier.HOST: [[_EMPTY] * block_size for _ in range(num_host_blocks + 1)],
@@ -274,15 +339,17 @@ class OracleRunner:
         """Write the positions that are computed, then read everything back. Slots before them that are unchanged since
         the last read are not summed again."""
         device, size = self._device, self._block_size
-        for position in range(work.start, work.stop):
-            device[row.blocks[position // size]][position % size] = row.tokens[position], position
-        read = list(islice(chain.from_iterable([device[block] for block in row.blocks]), work.stop))
+        written = [*row.tokens[work.start : work.stop], *work.drafts]
+        for position, token in enumerate(written, work.start):
+            device[row.blocks[position // size]][position % size] = token, position
+        stop = work.stop + len(work.drafts)
+        read = list(islice(chain.from_iterable([device[block] for block in row.blocks]), stop))
         before = self._readings.get(work.row, _UNREAD)
-        if before.slots != read[: work.start]:
-            before = _UNREAD
         num_known = len(before.slots)
+        if num_known > work.start or before.slots != read[:num_known]:
+            before, num_known = _UNREAD, 0
         sums = list(accumulate(starmap(mix, read[num_known:]), initial=before.total))
-        self._readings[work.row] = _OracleRead(read, sums[-1])
+        self._readings[work.row] = _OracleRead(read[: work.stop], sums[work.stop - num_known])
         return sums[1 + work.start - num_known :]
 
 
@@ -326,7 +393,9 @@ class BulkRunner:
             for row, stops in zip(emitters[ended].tolist(), stopped[ended].tolist(), strict=True)
         )
         tokens: IntArray = ((emitters * 7919 + known) % _VOCAB_SIZE).astype(np.int32)
-        return FinishedStep(StepResult(plan.step, emitters, tokens, outcomes))
+        none = np.zeros(len(plan.drafts), dtype=np.int32)
+        verified = Verified(plan.drafts.rows, none, none)  # it proposes nothing
+        return FinishedStep(StepResult(plan.step, emitters, tokens, outcomes, verified=verified))
 
     def _start_row(self, row_start: RowStart) -> None:
         sampling = row_start.sampling

@@ -5,7 +5,7 @@ row with an error instead, as non-finite logits would. A prompt's embedding coun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from quire.core.step import (
     StepResult,
     TopLogprobs,
 )
-from quire.sim.runners import SimRow, SimRows, SimStep, SimWork, first_allowed, sim_step
+from quire.sim.runners import EmittedTokens, SimRow, SimRows, SimStep, SimWork, first_allowed, sim_step
 
 EMBEDDING_SIZE = 16
 
@@ -41,7 +41,7 @@ class ScriptedRunner:
         self._choose = choose
         self._vocab_size = vocab_size
         self._pause = pause
-        self._rows = SimRows(vocab_size)
+        self._rows = SimRows(vocab_size, self._propose)
         self._replies: dict[Row, ScriptedReply] = {}
 
     def launch(self, plan: StepPlan) -> SimStep:
@@ -51,12 +51,18 @@ class ScriptedRunner:
             self._replies.clear()
         for row_start in plan.starts:
             self._replies[row_start.row] = self._choose(row_start.tokens[: row_start.num_prompt])
-        return sim_step(plan, partial(self._result, plan.step, work))
+        return sim_step(plan, partial(self._result, plan, work))
 
-    def _result(self, step: int, work: list[SimWork], bits: dict[Row, IntArray]) -> StepResult:
-        emitted: list[tuple[int, int]] = []
+    def _propose(self, row: SimRow, count: int) -> list[int]:
+        """What the script says next: drafts that are always right."""
+        reply = self._replies[row.row_start.row]
+        start = len(row.tokens) - row.row_start.num_prompt
+        return list(reply.tokens[start : start + count])
+
+    def _result(self, plan: StepPlan, work: list[SimWork], bits: dict[Row, IntArray]) -> StepResult:
+        emitted = EmittedTokens()
         ended: list[FinishedRow] = []
-        logprobs: dict[Row, TopLogprobs] = {}
+        logprobs: dict[Row, tuple[TopLogprobs, ...]] = {}
         prompt_logprobs: list[PromptLogprobs] = []
         candidates: dict[Row, Candidates] = {}
         pooled: dict[Row, FloatArray] = {}
@@ -71,29 +77,46 @@ class ScriptedRunner:
                 )
                 if not self._replies[each.row].broken:
                     pooled[each.row] = counted(row.row_start.tokens)
-            if not each.output & (ChunkOutput.SAMPLE | ChunkOutput.CANDIDATES):
-                continue
-            token = self._next(each.row, row)
-            if token is None:
-                row.ended = True
-                ended.append(FinishedRow(each.row, FinishReason.ERROR))
-                continue
-            if each.row in bits:
-                token = first_allowed(token, bits[each.row], self._vocab_size)
             if ChunkOutput.CANDIDATES in each.output:
-                scores = self._scores(token, row.row_start.sampling.num_candidates)
-                candidates[each.row] = Candidates(scores.ids, scores.logprobs)
-                continue
-            emitted.append((each.row, token))
-            if row.row_start.sampling.num_logprobs is not None:
-                logprobs[each.row] = self._scores(token, row.row_start.sampling.num_logprobs)
-            end = self._rows.emit(each.row, token)
-            if end is not None:
-                ended.append(end)
-        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return StepResult(
-            step, pairs[:, 0], pairs[:, 1], tuple(ended), logprobs, tuple(prompt_logprobs), candidates, pooled
-        )
+                token = self._next(each.row, row)
+                if token is None:
+                    self._break_off(each.row, ended)
+                else:
+                    scores = self._scores(token, row.row_start.sampling.num_candidates)
+                    candidates[each.row] = Candidates(scores.ids, scores.logprobs)
+            elif ChunkOutput.SAMPLE in each.output:
+                self._speak(each, bits.get(each.row), emitted, ended, logprobs)
+        result = StepResult(plan.step, ended=tuple(ended), logprobs=logprobs)
+        result = replace(result, prompt_logprobs=tuple(prompt_logprobs), candidates=candidates, pooled=pooled)
+        return emitted.result(plan, work, result)
+
+    def _speak(
+        self,
+        work: SimWork,
+        bits: IntArray | None,
+        emitted: EmittedTokens,
+        ended: list[FinishedRow],
+        logprobs: dict[Row, tuple[TopLogprobs, ...]],
+    ) -> None:
+        """Emit the tokens of one row."""
+        row = self._rows.rows[work.row]
+        num_logprobs = row.row_start.sampling.num_logprobs
+        for number in range(1 + len(work.drafts)):
+            token = self._next(work.row, row)
+            if token is None:
+                self._break_off(work.row, ended)
+                return
+            if bits is not None:
+                token = first_allowed(token, bits, self._vocab_size)
+            emitted.add(work.row, token, number)
+            if num_logprobs is not None:
+                logprobs[work.row] = (*logprobs.get(work.row, ()), self._scores(token, num_logprobs))
+            if not self._rows.goes_on(work, number, token, ended):
+                return
+
+    def _break_off(self, row: Row, ended: list[FinishedRow]) -> None:
+        self._rows.rows[row].ended = True
+        ended.append(FinishedRow(row, FinishReason.ERROR))
 
     def _next(self, row: Row, assigned: SimRow) -> int | None:
         """The reply's next token; after its last the same again, for requests that ignore the end token."""

@@ -83,7 +83,7 @@ def summarise(plan: StepPlan) -> PlanSummary:
     return PlanSummary(
         step=plan.step,
         num_decoding=plan.num_decoding,
-        num_chunk_tokens=plan.num_tokens - plan.num_decoding,
+        num_chunk_tokens=sum(chunk.length for chunk in plan.chunks),
         num_moves=len(plan.moves),
         num_releases=len(plan.releases),
         num_starts=len(plan.starts),
@@ -91,6 +91,7 @@ def summarise(plan: StepPlan) -> PlanSummary:
         num_grants=len(plan.grants),
         num_chunks=len(plan.chunks),
         num_pauses=len(plan.pauses),
+        num_drafts=len(plan.drafts),
     )
 
 
@@ -108,16 +109,23 @@ def checksum(plan: StepPlan) -> int:
         numbers += (append.row, len(append.tokens), *append.tokens)
     for chunk in plan.chunks:
         numbers += (chunk.row, chunk.start, chunk.length, chunk.output.value)
-    numbers += (*plan.pauses, len(plan.masked), *plan.masked)
+    numbers += (*plan.pauses, len(plan.masked), *plan.masked, *plan.drafts.rows.tolist(), *plan.drafts.counts.tolist())
     start = crc32(np.array(numbers, dtype="<i8").tobytes())
     return crc32(plan.grants.blocks.astype("<i4").tobytes(), crc32(plan.grants.rows.astype("<i4").tobytes(), start))
+
+
+class _StartedRow(NamedTuple):
+    """The step in which a row was started, and the line of the log from which on its tokens are in it."""
+
+    step: int
+    line: int
 
 
 class _ReleasedRow(NamedTuple):
     """A released row: what it emits up to `last_step` still belongs to its last sequence."""
 
     row: Row
-    first_step: int
+    started: _StartedRow
     last_step: int
 
 
@@ -129,7 +137,7 @@ class Journal:
         self._checksum = 0
         self._expected = ExpectedEmitters(spec.max_rows)
         self._tokens = TokenLog(spec.max_rows)
-        self._started_step: dict[Row, int] = {}  # by row
+        self._started: dict[Row, _StartedRow] = {}  # by row
         self._released: deque[_ReleasedRow] = deque()
         self._last_planned = -1
         self._last_absorbed = -1
@@ -160,23 +168,26 @@ class Journal:
             self.note(PlanRecord(now_s, cost_version, 0, None))
             return
         for row in plan.releases:
-            self._released.append(_ReleasedRow(row, self._started_step.pop(row), plan.step - 1))
+            self._released.append(_ReleasedRow(row, self._started.pop(row), plan.step - 1))
         self._write_tokens()  # before the plan, which may have matched these tokens in the cache
         self.note(PlanRecord(now_s, cost_version, checksum(plan), summarise(plan)))
         self._expected.launch(plan)
         self._last_planned = plan.step
         for row_start in plan.starts:
-            self._started_step[row_start.row] = plan.step
+            self._started[row_start.row] = _StartedRow(plan.step, self._tokens.next_line)
 
     def absorbed(self, now_s: float, result: StepResult) -> None:
         differing = self._expected.absorb(result.ended)
-        differing[result.rows] ^= True
+        emitting, _ = next(result.each_pass())
+        differing[emitting] ^= True
         unexpected = np.flatnonzero(differing).astype(np.int32)
-        self.note(AbsorbRecord(now_s, result.ended, unexpected, result.candidates))
-        if self._tokens.full:
-            starts = (*self._started_step.values(), *(left.first_step for left in self._released))
-            self._tokens.add_page(min(starts, default=result.step))
-        self._tokens.append(result.step, result.rows, result.tokens)
+        verified = result.verified
+        self.note(AbsorbRecord(now_s, result.ended, unexpected, result.candidates, verified.drafted, verified.accepted))
+        for rows, tokens in result.each_pass():
+            if self._tokens.full:
+                starts = (*self._started.values(), *(left.started for left in self._released))
+                self._tokens.add_page(min([start.line for start in starts], default=self._tokens.next_line))
+            self._tokens.append(rows, tokens)
         self._last_absorbed = result.step
         self._write_tokens()
 
@@ -185,7 +196,6 @@ class Journal:
         self.note(ControlRecord(RecordKind.STEPS_LOST, keep_cache))
         self._expected.lose()
         self._release_all()
-        self._tokens.restart(self._last_planned + 1)
         self._last_absorbed = self._last_planned
 
     def close(self) -> None:
@@ -196,18 +206,16 @@ class Journal:
         self._file.close()
 
     def _release_all(self) -> None:
-        self._released.extend(
-            _ReleasedRow(row, start, self._last_absorbed) for row, start in self._started_step.items()
-        )
-        self._started_step.clear()
+        self._released.extend(_ReleasedRow(row, start, self._last_absorbed) for row, start in self._started.items())
+        self._started.clear()
         self._write_tokens(whole=True)
 
     def _write_tokens(self, *, whole: bool = False) -> None:
         while self._released and (whole or self._released[0].last_step <= self._last_absorbed):
-            row, first_step, _ = self._released.popleft()
-            tokens = self._tokens.gather(row, first_step)
+            row, started, _ = self._released.popleft()
+            tokens = self._tokens.gather(row, started.line)
             if len(tokens):
-                self.note(TokensRecord(row, first_step, tokens))
+                self.note(TokensRecord(row, started.step, tokens))
 
     def _write_decisions(self) -> None:
         if self._decisions:

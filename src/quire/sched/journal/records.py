@@ -18,7 +18,7 @@ from quire.core.step import Candidates, FinishedRow, FinishReason
 from quire.sched.journal.codec import RecordDecoder, RecordEncoder, UnreadableRecord
 
 MAGIC = b"quire journal\n"
-VERSION = 2
+VERSION = 3
 
 _REASONS = (  # numbered by position: append only
     FinishReason.STOP,
@@ -70,6 +70,7 @@ class PlanSummary(NamedTuple):
     num_grants: int
     num_chunks: int
     num_pauses: int
+    num_drafts: int
 
 
 class ArrivalRecord(NamedTuple):
@@ -194,12 +195,15 @@ class PlanRecord(NamedTuple):
 
 
 class AbsorbRecord(NamedTuple):
-    """`absorb`. Of the result: finished rows, candidates, and rows whose emission differs from `ExpectedEmitters`."""
+    """`absorb`. Of the result: finished rows, candidates, rows whose emission differs from `ExpectedEmitters`, and of
+    the rows with drafts, in the order of the plan, how many were computed and accepted."""
 
     now_s: float
     ended: tuple[FinishedRow, ...]
     unexpected: IntArray
     candidates: dict[Row, Candidates]
+    drafted: IntArray
+    accepted: IntArray
 
     def pack(self, encoder: RecordEncoder) -> None:
         encoder.count(RecordKind.ABSORBED)
@@ -214,6 +218,7 @@ class AbsorbRecord(NamedTuple):
             encoder.array(candidates.ids)
             encoder.reals(candidates.logprobs)
         encoder.array(self.unexpected)
+        encoder.array(np.concatenate([self.drafted, self.accepted]))
 
 
 class TokensRecord(NamedTuple):
@@ -355,4 +360,6 @@ def _read_absorption(decoder: RecordDecoder) -> AbsorbRecord:
         row, ids = Row(decoder.count()), decoder.array().astype(np.int32)
         logprobs: FloatArray = decoder.reals()
         candidates[row] = Candidates(ids, logprobs)
-    return AbsorbRecord(now_s, ended, decoder.array().astype(np.int32), candidates)
+    unexpected, verified = decoder.array().astype(np.int32), decoder.array().astype(np.int32)
+    drafted, accepted = verified[: len(verified) // 2], verified[len(verified) // 2 :]
+    return AbsorbRecord(now_s, ended, unexpected, candidates, drafted, accepted)

@@ -1,5 +1,6 @@
 """Replays a journal: repeats every decision and compares. Needs no model: the journal holds the step results."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,7 @@ import numpy as np
 from quire.core.errors import BrokenJournal
 from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import Sequence
-from quire.core.step import StepPlan, StepResult
+from quire.core.step import StepPlan, StepResult, Verified
 from quire.sched.journal.codec import RecordDecoder, UnreadableRecord
 from quire.sched.journal.recorder import ExpectedEmitters, checksum, summarise
 from quire.sched.journal.records import (
@@ -148,6 +149,7 @@ class _Replayer:
         )
         self._emitted = contents.emitted
         self._expected = ExpectedEmitters(spec.max_rows)
+        self._drafting: deque[IntArray] = deque()  # rows with drafts of the steps in flight
         self._tokens: dict[int, Iterator[int]] = {}  # still to be emitted, by row
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_planned = 0
@@ -198,6 +200,7 @@ class _Replayer:
             scheduler.shrink(record.number)
         elif record.kind is RecordKind.STEPS_LOST:
             self._expected.lose()
+            self._drafting.clear()
             scheduler.lose_steps(keep_cache=bool(record.number))
         elif record.kind is RecordKind.WITHDRAWN:
             scheduler.withdraw_all()
@@ -214,6 +217,7 @@ class _Replayer:
             return Difference(self.num_planned, _described(recorded.summary, recorded.cost_version), replayed)
         if plan is not None:
             self._expected.launch(plan)
+            self._drafting.append(plan.drafts.rows)
             self._queue_tokens(plan)
             self.num_planned += 1
         return None
@@ -227,10 +231,23 @@ class _Replayer:
         """The recorded step result. Rows still assigned when the journal ended emit zeros: no request read them."""
         emitting = self._expected.absorb(record.ended)
         emitting[record.unexpected] ^= True
-        rows = np.flatnonzero(emitting).astype(np.int32)
+        drafting = self._drafting.popleft()
+        further = [drafting[record.accepted > number] for number in range(record.accepted.max(initial=0))]
+        passes = [np.flatnonzero(emitting).astype(np.int32), *further]
+        rows = np.concatenate(passes)
         tokens = np.array([next(self._tokens[row], 0) for row in rows.tolist()], dtype=np.int32)
         step = self._scheduler.last_absorbed + 1
-        return StepResult(step, rows, tokens, record.ended, candidates=record.candidates)
+        starts = np.cumsum([len(each) for each in passes[:-1]]).tolist()
+        verified = Verified(drafting, record.drafted, record.accepted)
+        return StepResult(
+            step,
+            rows,
+            tokens,
+            record.ended,
+            candidates=record.candidates,
+            passes=tuple(starts),
+            verified=verified,
+        )
 
 
 def _described(summary: PlanSummary | None, cost_version: int) -> str:

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import BinaryIO
 
+import numpy as np
+
+from quire.core.oracle import planted_drafts
 from quire.core.step import Runner
 from quire.sched.journal.recorder import JournaledScheduler
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.check.trial import CheckRun, RunnerFactory
-from quire.sim.runners import OracleRunner
+from quire.sim.runners import OracleRunner, SimRow
 
 Pair = tuple[ScenarioEvent, ScenarioEvent]
 
@@ -31,7 +34,13 @@ def possible_pairs() -> frozenset[Pair]:
 
 
 def numpy_oracle(scenario: Scenario) -> Runner:
-    return OracleRunner(scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks)
+    return OracleRunner(
+        scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks, propose=_planted_drafts
+    )
+
+
+def _planted_drafts(row: SimRow, count: int) -> list[int]:
+    return planted_drafts(np.array(row.tokens, dtype=np.int32), VOCAB_SIZE, row.row_start.branch, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,8 @@ class CheckReport:
     steps: int = 0
     trials: int = 0
     preemptions: int = 0
+    drafted: int = 0  # drafts verified
+    accepted: int = 0
     events: Counter[ScenarioEvent] = field(default_factory=Counter)
     pairs: set[Pair] = field(default_factory=set)  # one came right after the other
     violations: list[Violation] = field(default_factory=list)
@@ -60,6 +71,8 @@ class CheckReport:
         self.steps += other.steps
         self.trials += other.trials
         self.preemptions += other.preemptions
+        self.drafted += other.drafted
+        self.accepted += other.accepted
         self.events += other.events
         self.pairs |= other.pairs
         self.violations += other.violations
@@ -71,6 +84,8 @@ class CheckReport:
             "steps": self.steps,
             "trials": self.trials,
             "preemptions": self.preemptions,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "events": {event.value: count for event, count in self.events.items()},
             "pairs": [(one.value, other.value) for one, other in self.pairs],
             "violations": [(each.trial_seed, each.scenario, each.message) for each in self.violations],
@@ -86,6 +101,8 @@ def read_report(line: str) -> CheckReport:
         plain["steps"],
         plain["trials"],
         plain["preemptions"],
+        plain["drafted"],
+        plain["accepted"],
         Counter({ScenarioEvent(event): count for event, count in plain["events"].items()}),
         {(ScenarioEvent(one), ScenarioEvent(other)) for one, other in plain["pairs"]},
         [Violation(*each) for each in plain["violations"]],
@@ -146,6 +163,9 @@ def run_trial(
         trial.scheduler.journal.close()
     report.trials += 1
     report.steps += max(trial.steps, 1)
-    report.preemptions += trial.scheduler.counters.preemptions
+    counters = trial.scheduler.counters
+    report.preemptions += counters.preemptions
+    report.drafted += counters.drafted_tokens
+    report.accepted += counters.accepted_tokens
     report.events += Counter(trial.events)
     report.pairs |= set(pairwise(trial.events))

@@ -165,8 +165,11 @@ class FaultyRunner:
             self._failed_rows.add(row)
             if isinstance(self._runner, Readable):  # its cache must not be used again
                 self._runner.erase(*self.watch.slots_of(reads[row], reads[row].stop - 1))
-            return self._silence(result, FinishedRow(row, FinishReason.ERROR))
-        return self._silence(result, None) if self._failed_rows else result
+            result = self._silence(result, FinishedRow(row, FinishReason.ERROR))
+        elif self._failed_rows:
+            result = self._silence(result, None)
+        self._recount.verify(result.verified)
+        return result
 
     def _first_running(self, result: StepResult) -> Row | None:
         """A row with an output in this result whose sequence still runs."""
@@ -177,12 +180,17 @@ class FaultyRunner:
         return None
 
     def _silence(self, result: StepResult, ended: FinishedRow | None) -> StepResult:
-        kept = ~np.isin(result.rows, list(self._failed_rows))
+        passes = [(rows, tokens, ~np.isin(rows, list(self._failed_rows))) for rows, tokens in result.each_pass()]
+        starts = np.cumsum([np.count_nonzero(kept) for _, _, kept in passes[:-1]]).tolist()
+        verified = result.verified
+        accepted = np.where(np.isin(verified.rows, list(self._failed_rows)), 0, verified.accepted).astype(np.int32)
         others = tuple(each for each in result.ended if each.row not in self._failed_rows)
         return replace(
             result,
-            rows=result.rows[kept],
-            tokens=result.tokens[kept],
+            rows=np.concatenate([rows[kept] for rows, _, kept in passes]),
+            tokens=np.concatenate([tokens[kept] for _, tokens, kept in passes]),
+            passes=tuple(starts),
+            verified=replace(verified, accepted=accepted),
             ended=others if ended is None else (*others, ended),
             candidates={row: top for row, top in result.candidates.items() if row not in self._failed_rows},
             pooled={row: total for row, total in result.pooled.items() if row not in self._failed_rows},

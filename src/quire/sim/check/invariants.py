@@ -14,21 +14,24 @@ Grammar rows: a plan masks exactly the rows under a grammar that sample. Their m
 absorbed, and before the next launch; they are those of the tokens that each row has by then, in the order of the plan,
 without rows whose sequence has ended.
 
+Drafts: a row writes up to where it can be at most, with all drafts in flight accepted. It emits one token, and one more
+for every draft that the result calls accepted.
+
 Rows that ended on the device count as decoding until they are released: the host plans for them as if they decoded.
 
 `CounterCheck` derives some counters from the plans and from the requests that ran before each step. `audit_contents`
 compares cached tokens with the runner's slots (I5, I16); it needs a runner whose slots can be read.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from quire.core.ids import BlockId, IntArray, RequestId, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
-from quire.core.request import EventKind, RequestGroup
-from quire.core.step import ChunkOutput, Masks, RowStart, Runner, StepPlan, StepResult
+from quire.core.request import EventKind, RequestGroup, SequenceState
+from quire.core.step import ChunkOutput, Masks, RowStart, Runner, StepPlan, StepResult, Verified
 from quire.kv.manager import KVManager
 from quire.sched.fairness import ServiceCost
 from quire.sched.scheduler import Scheduler
@@ -41,10 +44,11 @@ class _WatchedRow:
     sequence: SequenceId
     partition: str
     masked: bool
-    num_tokens: int  # with those that it emitted
+    num_tokens: int  # with those that it emitted: one in each step in flight
+    num_least: int  # the same, if no draft was ever accepted
     max_length: int
     table: list[BlockId] = field(default_factory=list)
-    num_computed: int = 0
+    num_ahead: int = 0  # drafts in flight
     decoding: bool = False
 
 
@@ -73,6 +77,7 @@ class _WatchedStep:
     moves: tuple[Move, ...]
     reads: dict[Row, _WatchedRead]
     unsampled: tuple[Row, ...]  # masked rows that wait for their masks
+    drafts: dict[Row, int]
 
 
 class InFlightWatch:
@@ -102,6 +107,7 @@ class InFlightWatch:
             self._start_row(row_start)
         for append in plan.appends:
             self._rows[append.row].num_tokens += len(append.tokens)
+            self._rows[append.row].num_least += len(append.tokens)
         spans = dict(self._spans(plan))
         num_decoding = len(spans) - len(plan.chunks)
         assert num_decoding == plan.num_decoding, f"{num_decoding} rows decode, the plan has {plan.num_decoding}"
@@ -109,8 +115,9 @@ class InFlightWatch:
         sampling = self._sampling(plan, spans)
         self._check_masked(plan, sampling)
         reads = {row: self._reading(row, span, samples=row in sampling) for row, span in spans.items()}
-        self._in_flight.append(_WatchedStep(plan.moves, reads, plan.masked))
-        self._advance(sampling, spans)
+        drafts = _drafts_by_row(plan)
+        self._in_flight.append(_WatchedStep(plan.moves, reads, plan.masked, drafts))
+        self._advance(sampling, drafts)
 
     def sample(self, masks: Masks, ended: Callable[[Row], bool], mask_after: Callable[[list[int]], IntArray]) -> None:
         """Raise AssertionError unless these are the masks of the newest step. `ended`: of a row's sequence."""
@@ -132,7 +139,33 @@ class InFlightWatch:
             watched = self._rows.get(Row(row))
             if watched is not None and watched.sequence == step.reads[Row(row)].sequence:
                 self._generated[Row(row)].append(token)
+        self._verify(step, result)
         return step.reads
+
+    def _verify(self, step: _WatchedStep, result: StepResult) -> None:
+        """Rows emit as many tokens as the result says, and no more than the plan allowed."""
+        verified = result.verified
+        assert verified.rows.tolist() == list(step.drafts), f"drafts of {list(step.drafts)}, verified {verified.rows}"
+        num_emitted = Counter(result.rows.tolist())
+        for rows, _ in result.each_pass():
+            assert len(set(rows.tolist())) == len(rows), f"a row emits twice in a pass: {rows}"
+        for row, drafted, accepted in zip(
+            step.drafts, verified.drafted.tolist(), verified.accepted.tolist(), strict=True
+        ):
+            planned = step.drafts[row]
+            assert 0 <= accepted <= drafted <= planned, f"row {row}: {accepted} of {drafted} drafts, {planned} planned"
+            assert num_emitted.pop(row, 1) == 1 + accepted, f"row {row} emits more or less than it accepts"
+            watched = self._rows.get(row)
+            if watched is not None and watched.sequence == step.reads[row].sequence:
+                watched.num_ahead -= planned
+                watched.num_tokens += accepted
+            for later in self._in_flight:  # they write from where the row is now
+                read = later.reads.get(row)
+                if read is not None:
+                    later.reads[row] = read._replace(
+                        span=range(min(read.span.start + accepted, read.span.stop), read.span.stop)
+                    )
+        assert set(num_emitted.values()) <= {1}, f"a row without drafts emits several tokens: {num_emitted}"
 
     @property
     def num_in_flight(self) -> int:
@@ -190,15 +223,23 @@ class InFlightWatch:
             self._partition_of(row_start.row),
             row_start.sampling.masked,
             len(row_start.tokens),
+            len(row_start.tokens),
             row_start.max_length,
         )
         self._generated[row_start.row] = row_start.tokens[row_start.num_prompt :].tolist()
 
     def _spans(self, plan: StepPlan) -> Iterator[tuple[Row, range]]:
         """The positions that each row computes in this step."""
+        drafts = _drafts_by_row(plan)
         for row, watched in self._rows.items():
             if watched.decoding and row not in plan.pauses:
-                yield row, range(watched.num_tokens - 1, watched.num_tokens)
+                drafts_in_step = drafts.pop(row, 0)
+                assert not (drafts_in_step and watched.masked), f"row {row} has drafts under a grammar"
+                last = watched.max_length - 2
+                most = watched.num_tokens - 1 + watched.num_ahead + drafts_in_step
+                assert most <= last or not drafts_in_step, f"row {row} has drafts behind its last position"
+                yield row, range(min(watched.num_tokens - 1, last + 1), min(most, last) + 1)
+        assert not drafts, f"rows {list(drafts)} have drafts and do not decode"
         for chunk in plan.chunks:
             yield chunk.row, range(chunk.start, chunk.start + chunk.length)
 
@@ -262,14 +303,20 @@ class InFlightWatch:
             writers[block] = watched.partition
         return _WatchedRead(watched.sequence, table, first, stop, span, samples)
 
-    def _advance(self, sampling: set[Row], spans: dict[Row, range]) -> None:
-        """Rows that sampled have one token more, and decode until their length limit."""
-        for row, span in spans.items():
+    def _advance(self, sampling: set[Row], drafts: Mapping[Row, int]) -> None:
+        """Rows that sampled have at least one token more, and decode until their length limit."""
+        for row in sampling:
             watched = self._rows[row]
-            watched.num_computed = span.stop
-            if row in sampling:
-                watched.num_tokens += 1
-                watched.decoding = watched.num_tokens < watched.max_length
+            watched.num_tokens += 1
+            watched.num_least += 1
+            watched.num_ahead += drafts.get(row, 0)
+            watched.decoding = watched.num_least < watched.max_length
+
+
+def _drafts_by_row(plan: StepPlan) -> dict[Row, int]:
+    by_row = {Row(row): n for row, n in zip(plan.drafts.rows.tolist(), plan.drafts.counts.tolist(), strict=True)}
+    assert len(by_row) == len(plan.drafts) and 0 not in by_row.values(), plan.drafts
+    return by_row
 
 
 _PRICES = ServiceCost()
@@ -278,6 +325,7 @@ _PRICES = ServiceCost()
 @dataclass(slots=True)
 class _CountedRow:
     sequence: SequenceId
+    max_length: int
     num_positions: int = 0
     decoding: bool = False
 
@@ -295,6 +343,8 @@ class CounterCheck:
         self._forked: set[SequenceId] = set()  # counted, and not planned yet
         self.cached_tokens = 0
         self.recomputed_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.forks = 0
         self.class_preemptions = 0
         self.share_preemptions = 0
@@ -313,9 +363,10 @@ class CounterCheck:
             left = self._rows.pop(row)
             self._num_before[left.sequence] = max(self._num_before.get(left.sequence, 0), left.num_positions)
         for row_start in plan.starts:
-            self._rows[row_start.row] = _CountedRow(row_start.sequence)
+            self._rows[row_start.row] = _CountedRow(row_start.sequence, row_start.max_length)
         for row, watched in self._rows.items():
-            watched.num_positions += watched.decoding and row not in plan.pauses
+            if watched.decoding and row not in plan.pauses:
+                self._gain(row, watched, 1)
         for chunk in plan.chunks:
             watched, stop = self._rows[chunk.row], chunk.start + chunk.length
             self.recomputed_tokens += max(min(stop, self._num_before.get(watched.sequence, 0)) - chunk.start, 0)
@@ -333,12 +384,30 @@ class CounterCheck:
                 self.cached_tokens += min(starts[sequence.row], len(request.prompt))
 
     def _charge(self, plan: StepPlan, reads: Mapping[Row, _WatchedRead]) -> None:
-        """Each tenant pays for the tokens that its rows compute and sample, and for their blocks in each step."""
+        """Each tenant pays for the tokens that its chunks compute and sample, and for their blocks in each step."""
         lengths = {chunk.row: chunk.length for chunk in plan.chunks}
-        for (row, read), sequence in zip(reads.items(), self._scheduler.row_sequences(reads), strict=True):
-            cost = lengths.get(row, 0) * _PRICES.prefill + read.samples * _PRICES.decode
-            self.service[sequence.request.tenant] += cost + len(read.table) * _PRICES.block_step
+        for (row, length), sequence in zip(lengths.items(), self._scheduler.row_sequences(lengths), strict=True):
+            cost = length * _PRICES.prefill + reads[row].samples * _PRICES.decode
+            self.service[sequence.request.tenant] += cost + len(reads[row].table) * _PRICES.block_step
             self.service_of_beams |= sequence.request.beam is not None
+
+    def _gain(self, row: Row, watched: _CountedRow, number: int) -> None:
+        """A decoding row is further by this many positions. Its tenant pays for each, and for the blocks up to it."""
+        stop = min(watched.num_positions + number, watched.max_length - 1)
+        (sequence,) = self._scheduler.row_sequences([row])
+        for position in range(watched.num_positions, stop):
+            num_blocks = position // self._scheduler.kv.block_size + 1
+            self.service[sequence.request.tenant] += _PRICES.decode + num_blocks * _PRICES.block_step
+        watched.num_positions = max(stop, watched.num_positions)
+
+    def verify(self, verified: Verified) -> None:
+        """A step is about to be absorbed in which rows gained tokens. What ended before is not charged for them."""
+        self.drafted_tokens += int(verified.drafted.sum())
+        self.accepted_tokens += int(verified.accepted.sum())
+        for number, accepted in zip(verified.rows.tolist(), verified.accepted.tolist(), strict=True):
+            sequence = self._scheduler.row_sequence(Row(number))
+            if accepted and sequence is not None and sequence.state is SequenceState.RUNNING:
+                self._gain(Row(number), self._rows[Row(number)], accepted)
 
     def absorb(self) -> None:
         """A step was absorbed: sequences that wait for their first plan were forked. Another may be absorbed before

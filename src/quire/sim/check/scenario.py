@@ -13,6 +13,7 @@ from quire.kv.manager import count_blocks
 from quire.sched.policy import REGIMES, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit, most_blocks
+from quire.sched.speculation import SpeculationPolicy
 
 VOCAB_SIZE = 97
 
@@ -104,6 +105,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         policy = replace(policy, max_step_s=0.015)
     if chosen % 3 < 2:
         policy = replace(policy, order=replace(policy.order, share_patience_s=0.0))
+    if chosen % 2 == 0:
+        policy = replace(policy, speculation=SpeculationPolicy((1, 2, 3, 5, 8)[chosen // 2 % 5], chosen // 10 % 2 == 0))
     scenario = replace(
         scenario,
         embeddings=chosen % 4 == 0,

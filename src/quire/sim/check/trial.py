@@ -124,6 +124,8 @@ class CheckRun:
         counters, faulty, recounted = self.scheduler.counters, self._faulty, self._recounted
         assert counters.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
         assert counters.forks == recounted.forks, "forks are miscounted"
+        assert counters.drafted_tokens == recounted.drafted_tokens, "drafts are miscounted"
+        assert counters.accepted_tokens == recounted.accepted_tokens, "accepted drafts are miscounted"
         assert counters.class_preemptions == recounted.class_preemptions, "preemptions for a class are miscounted"
         assert counters.share_preemptions == recounted.share_preemptions, "preemptions for a share are miscounted"
         assert counters.computed_tokens == faulty.num_tokens, "computed tokens are miscounted"

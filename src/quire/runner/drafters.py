@@ -1,0 +1,175 @@
+"""Drafters: cheap proposals for a row's next tokens, which a step then verifies (speculative decoding).
+
+    ngram    prompt lookup: what followed the row's last tokens where they occurred before, in its prompt or its output
+    tree     what an earlier request with the same prefix went on with, as the prefix tree remembers it (the plan hands
+             it to the row when the row starts); followed for as long as the row says the same, and found again where
+             the row returns to it
+
+A wrong draft costs time and never changes an output. Host side, numpy: for runners that compute a step before `launch`
+returns, and so know every token when the next is launched. Does not depend on torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import IntArray, Row
+from quire.core.step import Drafts, RowStart
+
+# Neither was tuned. Two tokens alike are mostly chance in prose, and often right in code and quotations.
+MIN_NGRAM = 2
+MAX_NGRAM = 5
+_NOTHING: IntArray = np.empty(0, dtype=np.int32)
+
+
+class Drafter(Protocol):
+    """One way to propose tokens."""
+
+    def start(self, row_start: RowStart) -> None: ...
+
+    def release(self, row: Row) -> None: ...
+
+    def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
+        """Up to `count` tokens that may follow these, which are all that the row has."""
+
+
+class NgramDrafter:
+    """Prompt lookup in the row's own tokens."""
+
+    def start(self, row_start: RowStart) -> None:
+        pass
+
+    def release(self, row: Row) -> None:
+        pass
+
+    def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
+        end = find_suffix(tokens[:-1], tokens)
+        if end is None:
+            return _NOTHING
+        following = tokens[end:]
+        return np.resize(following, count) if len(following) < count else following[:count]  # a loop goes on as a loop
+
+
+class TreeDrafter:
+    """Follows the continuation that the prefix tree had when the row started."""
+
+    __slots__ = ("_continuations", "_places")
+
+    def __init__(self) -> None:
+        self._continuations: dict[Row, IntArray] = {}
+        self._places: dict[Row, _Place] = {}
+
+    def start(self, row_start: RowStart) -> None:
+        self.release(row_start.row)
+        if len(row_start.continuation):
+            self._continuations[row_start.row] = row_start.continuation
+            self._places[row_start.row] = _Place(len(row_start.tokens), 0)
+
+    def release(self, row: Row) -> None:
+        self._continuations.pop(row, None)
+        self._places.pop(row, None)
+
+    def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
+        continuation = self._continuations.get(row)
+        if continuation is None:
+            return _NOTHING
+        place = self._places[row]
+        said = tokens[place.num_tokens :]
+        start = place.start + len(said)
+        if not np.array_equal(said, continuation[place.start : start]):
+            found = find_suffix(continuation, tokens)
+            if found is None:
+                return _NOTHING
+            start = found
+        self._places[row] = _Place(len(tokens), start)
+        return continuation[start : start + count]
+
+
+class _Place(NamedTuple):
+    """With this many tokens, the row goes on as its continuation does from `start` on."""
+
+    num_tokens: int
+    start: int
+
+
+def find_suffix(text: IntArray, tokens: IntArray) -> int | None:
+    """Where the longest suffix of the tokens, of MIN_NGRAM to MAX_NGRAM, ends in a text: its last occurrence."""
+    longest = min(MAX_NGRAM, len(tokens))
+    if longest < MIN_NGRAM or len(text) < MIN_NGRAM:
+        return None
+    ends = np.flatnonzero(text == tokens[-1])
+    for number in range(1, longest):
+        ends = ends[ends >= number]
+        longer = ends[text[ends - number] == tokens[-1 - number]]
+        if not len(longer):
+            return None if number < MIN_NGRAM else int(ends[-1]) + 1
+        ends = longer
+    return int(ends[-1]) + 1
+
+
+class Drafted(NamedTuple):
+    """The proposals of a step. A row's drafts are in order, one row after the other."""
+
+    rows: IntArray  # [n], each with at least one
+    counts: NDArray[np.int64]  # [n]
+    tokens: IntArray  # [sum of counts]
+
+
+class Drafting:
+    """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something."""
+
+    def __init__(self, max_rows: int, drafters: Sequence[Drafter]) -> None:
+        self._drafters = drafters
+        self._tokens: IntArray = np.zeros((max_rows, 256), dtype=np.int32)  # wide enough for the longest row so far
+        self._lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._limits: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens that a row may have
+
+    def follow(self, releases: Iterable[Row], starts: Iterable[RowStart]) -> None:
+        """Rows are released and started."""
+        for row in releases:
+            for drafter in self._drafters:
+                drafter.release(row)
+        for row_start in starts:
+            row, known = row_start.row, len(row_start.tokens)
+            if row_start.max_length > self._tokens.shape[1]:
+                width = max(row_start.max_length, 2 * self._tokens.shape[1])
+                self._tokens = np.pad(self._tokens, ((0, 0), (0, width - self._tokens.shape[1])))
+            self._tokens[row, :known] = row_start.tokens
+            self._lengths[row], self._limits[row] = known, row_start.max_length
+            for drafter in self._drafters:
+                drafter.start(row_start)
+
+    def append(self, rows: IntArray, tokens: IntArray) -> None:
+        """Each of these rows, all distinct, has one token more."""
+        self._tokens[rows, self._lengths[rows]] = tokens
+        self._lengths[rows] += 1
+
+    def propose(self, drafts: Drafts) -> Drafted | None:
+        """Drafts for each row, at most its number, none behind its last position; None: no row has any."""
+        found: list[tuple[int, IntArray]] = []
+        for number, most in zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True):
+            count = min(most, int(self._limits[number] - 1 - self._lengths[number]))
+            tokens = self._ask(Row(number), count) if count > 0 else _NOTHING
+            if len(tokens):
+                found.append((number, tokens))
+        if not found:
+            return None
+        rows = np.array([row for row, _ in found], dtype=np.int32)
+        counts = np.array([len(tokens) for _, tokens in found], dtype=np.int64)
+        return Drafted(rows, counts, np.concatenate([tokens for _, tokens in found]))
+
+    def _ask(self, row: Row, count: int) -> IntArray:
+        tokens = self._tokens[row, : self._lengths[row]]
+        for drafter in self._drafters:
+            proposed = drafter.propose(row, tokens, count)
+            if len(proposed):
+                return proposed
+        return _NOTHING
+
+
+def drafters_of(names: Iterable[str]) -> list[Drafter]:
+    """The drafters with these names; the tree comes first, since it proposes only what it was handed."""
+    made: dict[str, Drafter] = {"tree": TreeDrafter(), "ngram": NgramDrafter()}
+    return [drafter for name, drafter in made.items() if name in set(names)]

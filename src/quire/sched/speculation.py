@@ -1,0 +1,153 @@
+"""Speculative decoding on the scheduler's side: how many drafts each row may verify in a step.
+
+A draft pays if it is accepted often enough for what it costs. `DraftGovernor` measures how often the drafts of each row
+are accepted, asks the cost table what a step with more tokens takes, and plans as many drafts as give the most expected
+tokens per second; none if none gain. So drafts stop by themselves in large batches and where text does not repeat. A
+row without drafts tries a single one now and then, ever less often while it fails. Does not depend on what drafts are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import IndexArray, IntArray, Row
+from quire.sched.cost_model import CostTable, StepShape
+
+MAX_DRAFTS = 8  # of one row in one step; arbitrary: beyond it even a row whose drafts are good gains little
+# None of these numbers was tuned.
+_DECAY = 0.9  # of what is remembered of a row, per step with drafts
+_SHARED_DECAY = 0.995  # of all rows together
+_PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that of one row
+_MIN_GAIN = 1.03  # in tokens per second: less is within the error of the cost table
+_FIRST_PROBE = 16  # steps without drafts before a row tries one
+_LAST_PROBE = 1024
+_ROWS_PER_PROBE = 64  # this many rows have one probe in a step: it costs a small share of the step
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPolicy:
+    """How drafts are planned."""
+
+    max_drafts: int = 0  # of one row in one step; 0: no speculation
+    governed: bool = True  # False: always as many as possible, for measurements and checks
+
+
+class DraftGovernor:
+    """The acceptance of every row's drafts, and what to plan for it. By row, in arrays."""
+
+    __slots__ = (
+        "_accepted",
+        "_cost",
+        "_first_step",
+        "_policy",
+        "_probe_at",
+        "_probe_interval",
+        "_shared_accepted",
+        "_shared_tried",
+        "_tried",
+    )
+
+    def __init__(self, policy: SpeculationPolicy, cost: CostTable, max_rows: int) -> None:
+        self._policy = policy
+        self._cost = cost
+        self._first_step: NDArray[np.int64] = np.full(max_rows, -1, dtype=np.int64)  # it decodes in; -1: no drafts
+        self._accepted: NDArray[np.float64] = np.zeros(max_rows)  # drafts, decayed
+        self._tried: NDArray[np.float64] = np.zeros(max_rows)  # of those, and the first of each step that was not
+        self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
+        self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._shared_accepted = 1.0
+        self._shared_tried = 2.0
+
+    @property
+    def active(self) -> bool:
+        """Whether any row may ever have drafts."""
+        return self._policy.max_drafts > 0
+
+    def start(self, row: Row, step: int) -> None:
+        """A row that may have drafts decodes from this step on."""
+        self._first_step[row] = step
+        self._accepted[row] = self._tried[row] = 0.0
+        self._probe_at[row], self._probe_interval[row] = step + _FIRST_PROBE, _FIRST_PROBE
+
+    def stop(self, row: Row) -> None:
+        self._first_step[row] = -1
+
+    def candidates(self, step: int) -> IndexArray:
+        """The rows that may have drafts in a step."""
+        rows: IndexArray = np.flatnonzero((self._first_step >= 0) & (self._first_step <= step))
+        return rows
+
+    def choose(
+        self, step: int, rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int
+    ) -> NDArray[np.int64]:
+        """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts."""
+        limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
+        if not self._policy.governed:
+            return _within(limits, budget)
+        nothing = np.zeros(len(rows), dtype=np.int64)
+        num_most = min(int(limits.sum()), budget)
+        if num_most <= 0 or not self._may_gain(shape):
+            return nothing
+        gains = self._gains(rows, limits)
+        counts = self._best_counts(gains, shape, num_most)
+        waiting = (counts == 0) & (limits > 0) & (self._probe_at[rows] <= step)
+        spare = min(budget - int(counts.sum()), 1 + len(rows) // _ROWS_PER_PROBE)
+        probing = np.flatnonzero(waiting)[: max(spare, 0)]
+        counts[probing] = 1
+        self._probe_at[rows[counts > 0]] = step + self._probe_interval[rows[counts > 0]]
+        return counts
+
+    def _may_gain(self, shape: StepShape) -> bool:
+        """Whether a draft that is always accepted would pay."""
+        alone_s, one_s = self._cost.predict_s(shape), self._cost.predict_s(shape.with_drafts(1))
+        return _MIN_GAIN * shape.num_rows * (one_s - alone_s) < alone_s
+
+    def _gains(self, rows: IndexArray, limits: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[rows, drafts]: the probability that a row's j-th draft is accepted, with all before it; 0: not allowed."""
+        shared = self._shared_accepted / self._shared_tried
+        chance = (self._accepted[rows] + _PRIOR_WEIGHT * shared) / (self._tried[rows] + _PRIOR_WEIGHT)
+        numbers = np.arange(1, self._policy.max_drafts + 1)
+        gains: NDArray[np.float64] = np.where(numbers <= limits[:, None], chance[:, None] ** numbers, 0.0)
+        return gains
+
+    def _best_counts(self, gains: NDArray[np.float64], shape: StepShape, num_most: int) -> NDArray[np.int64]:
+        """Drafts by row: the likeliest of all rows, as many as give the most tokens per second."""
+        ordered = np.sort(gains, axis=None)[::-1][:num_most]
+        expected = ordered.cumsum()
+        num_rows, predict_s = shape.num_rows, self._cost.predict_s
+        best_rate, best = _MIN_GAIN * num_rows / predict_s(shape), 0
+        for number in _trial_sizes(int(np.count_nonzero(ordered))):
+            rate = (num_rows + float(expected[number - 1])) / predict_s(shape.with_drafts(number))
+            if rate > best_rate:
+                best_rate, best = rate, number
+        if best == 0:
+            return np.zeros(len(gains), dtype=np.int64)
+        counts: NDArray[np.int64] = np.count_nonzero(gains >= ordered[best - 1], axis=1).astype(np.int64)
+        return _within(counts, num_most)  # equal gains may be more than the budget has
+
+    def note(self, rows: IntArray, drafted: IntArray, accepted: IntArray) -> None:
+        """A step is absorbed: of these rows, the drafts computed and accepted."""
+        tested = drafted > 0
+        if not np.count_nonzero(tested):
+            return
+        at, right = rows[tested].astype(np.intp), accepted[tested]
+        tried = right + (right < drafted[tested])
+        self._accepted[at] = _DECAY * self._accepted[at] + right
+        self._tried[at] = _DECAY * self._tried[at] + tried
+        longer = np.minimum(2 * self._probe_interval[at], _LAST_PROBE)
+        self._probe_interval[at] = np.where(right > 0, _FIRST_PROBE, longer)
+        self._shared_accepted = _SHARED_DECAY * self._shared_accepted + int(right.sum())
+        self._shared_tried = _SHARED_DECAY * self._shared_tried + int(tried.sum())
+
+
+def _within(counts: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
+    """The counts of the first rows, up to this sum."""
+    kept: NDArray[np.int64] = np.diff(np.minimum(counts.cumsum(), budget), prepend=0)
+    return kept
+
+
+def _trial_sizes(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, … up to all."""
+    sizes = {size for power in range(most.bit_length()) for size in (1 << power, 3 << power >> 1) if 0 < size <= most}
+    return sorted(sizes | ({most} if most else set()))

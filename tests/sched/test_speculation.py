@@ -1,0 +1,180 @@
+"""Drafts: outputs stay the same, rows get further, blocks are there in time; drafts that do not pay are not planned."""
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from quire.core.ids import Row
+from quire.core.oracle import continuation
+from quire.core.step import FinishReason
+from quire.sched.cost_model import Constants, CostTable, StepShape
+from quire.sched.speculation import DraftGovernor, SpeculationPolicy
+from quire.sim.runners import SimRow
+from tests.sched.inspection import state_of
+from tests.sched.stepping import NEVER, OPTIMISTIC, VOCAB, Bench, counting, oracle_output
+
+ALWAYS = SpeculationPolicy(max_drafts=3, governed=False)
+
+
+def right(row: SimRow, count: int) -> list[int]:
+    known = np.array(row.tokens, dtype=np.int32)
+    return list(islice(continuation(known, VOCAB, row.row_start.branch), count))
+
+
+def wrong(row: SimRow, count: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in right(row, count)]
+
+
+def half(row: SimRow, count: int) -> list[int]:
+    """The first is right, all others are wrong."""
+    return [*right(row, 1), *wrong(row, count)[1:]]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize(("propose", "num_steps"), [(right, 6), (half, 11), (wrong, 21)])
+def test_a_row_gains_what_is_accepted_and_says_the_same(depth, block_size, propose, num_steps) -> None:
+    """One token of 21 comes with the prompt; the other 20 in steps of 4, 2 or 1."""
+    policy = replace(OPTIMISTIC, speculation=ALWAYS)
+    bench = Bench(oracle=True, blocks=64, block_size=block_size, depth=depth, policy=policy, propose=propose)
+    sequence = bench.add([5, 6, 7], 21)
+    bench.run()
+    assert bench.emitted[sequence.id] == oracle_output([5, 6, 7], 21)
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert bench.finished[sequence.id] == num_steps - 1
+    counters = bench.scheduler.counters
+    assert counters.accepted_tokens == 21 - num_steps
+    assert counters.accepted_tokens <= counters.drafted_tokens
+
+
+def test_drafts_behind_an_end_token_are_not_emitted() -> None:
+    bench = Bench(oracle=True, policy=replace(NEVER, speculation=ALWAYS), propose=right)
+    told = oracle_output([5, 6, 7], 12)
+    sequence = bench.add([5, 6, 7], 12, end_ids=(told[2],))
+    bench.run()
+    assert bench.emitted[sequence.id] == told[: told.index(told[2]) + 1]
+    assert sequence.finish_reason is FinishReason.STOP
+
+
+def test_a_masked_row_and_a_beam_have_no_drafts() -> None:
+    bench = Bench(oracle=True, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right)
+    bench.add_beams([5, 6, 7], 6, 2)
+    bench.run()
+    assert all(len(plan.drafts) == 0 for plan in bench.recorder.plans)
+
+
+def test_drafts_take_the_budget_that_prompts_leave() -> None:
+    """One row decodes while a prompt of 20 tokens is computed with 8 tokens a step: none is left for drafts."""
+    bench = Bench(oracle=True, rows=2, budget=8, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right)
+    bench.add([5, 6], 30)
+    bench.turns(3)
+    bench.add(counting(100, 20), 2)
+    bench.turns(2)
+    assert [int(plan.drafts.counts.sum()) for plan in bench.recorder.plans[1:5]] == [3, 3, 0, 0]
+    assert all(plan.num_tokens <= 8 for plan in bench.recorder.plans)
+    bench.run()
+
+
+def test_a_row_that_lacks_blocks_has_fewer_drafts_and_preempts_no_other() -> None:
+    bench = Bench(
+        oracle=True, blocks=4, block_size=4, rows=2, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right
+    )
+    first, second = bench.add([1, 2, 3], 5), bench.add([7, 8, 9], 5)
+    bench.run()
+    assert bench.emitted[first.id] == oracle_output([1, 2, 3], 5) and bench.emitted[second.id] == oracle_output(
+        [7, 8, 9], 5
+    )
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_positions_of_drafting_rows_are_their_lowest_and_are_corrected() -> None:
+    bench = Bench(oracle=True, depth=1, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right)
+    sequence = bench.add([5, 6, 7], 40)
+    bench.turns(4)
+    state = state_of(bench.scheduler)
+    assert sequence.row is not None
+    known = 3 + len(bench.emitted[sequence.id])
+    in_flight = bench.scheduler.last_planned - bench.scheduler.last_absorbed
+    assert in_flight == 1 and state.num_computed(sequence) == known - 1 + in_flight
+    assert state.calendar.reach(sequence.row, bench.scheduler.last_planned) == known - 1 + 3 * in_flight
+    bench.run()
+
+
+# The governor.
+
+CHEAP = Constants(1e-3, 1e-2, 1e-3, 0.0, 0.0)  # reading the weights takes as long as computing 10 tokens
+DEAR = Constants(0.0, 1e-6, 1e-3, 0.0, 0.0)  # two tokens take twice as long as one
+
+
+def governor(constants: Constants, num_rows: int = 4) -> tuple[DraftGovernor, np.ndarray]:
+    made = DraftGovernor(SpeculationPolicy(max_drafts=4), CostTable(constants), num_rows)
+    for row in range(num_rows):
+        made.start(Row(row), 0)
+    return made, made.candidates(0)
+
+
+def counts(made: DraftGovernor, rows: np.ndarray, step: int, budget: int = 100) -> list[int]:
+    limits = np.full(len(rows), 100)
+    return made.choose(step, rows, limits, StepShape(len(rows), 100 * len(rows)), budget).tolist()
+
+
+def settle(made: DraftGovernor, rows: np.ndarray, accepted: list[int]) -> None:
+    """Each row has had many drafts of which so many of four were accepted."""
+    for _ in range(50):
+        made.note(rows.astype(np.int32), np.full(len(rows), 4, np.int32), np.array(accepted, np.int32))
+
+
+def test_rows_whose_drafts_are_right_get_many_and_the_others_none() -> None:
+    made, rows = governor(CHEAP)
+    settle(made, rows, [4, 4, 0, 0])
+    assert counts(made, rows, 10_000)[:2] == [4, 4]
+    assert counts(made, rows, 10_001) == [4, 4, 0, 1], "one row tries in a step"
+    assert counts(made, rows, 10_002) == [4, 4, 0, 0], "both others have tried"
+
+
+def test_no_draft_is_planned_where_a_token_costs_as_much_as_a_step() -> None:
+    made, rows = governor(DEAR)
+    settle(made, rows, [4, 4, 4, 4])
+    assert counts(made, rows, 10_000) == [0, 0, 0, 0]
+
+
+def test_more_rows_have_fewer_drafts() -> None:
+    """Weights take as long as 100 tokens: with few rows a draft is nearly free, with many each costs its share."""
+    numbers = []
+    for num_rows in (1, 16, 256):
+        made, rows = governor(Constants(0.0, 1e-2, 1e-4, 0.0, 0.0), num_rows)
+        settle(made, rows, [2] * num_rows)
+        numbers.append(sum(counts(made, rows, 1, budget=10_000)) / num_rows)
+    assert numbers[0] >= numbers[1] > numbers[2] == 0
+
+
+def test_a_row_without_drafts_tries_one_ever_more_rarely() -> None:
+    made, rows = governor(CHEAP, 1)
+    settle(made, rows, [0])
+    tries = []
+    for step in range(1, 3000):
+        if counts(made, rows, step) == [1]:
+            tries.append(step)
+            made.note(np.array([0], np.int32), np.array([1], np.int32), np.array([0], np.int32))
+    gaps = np.diff(tries)
+    assert len(tries) >= 3 and (gaps[1:] >= gaps[:-1]).all() and gaps[-1] >= 512
+    for step in range(3000, 6000):
+        if counts(made, rows, step) == [1]:
+            break
+    settle(made, rows, [4])
+    assert counts(made, rows, step + 1) == [4], "it comes back"
+
+
+def test_the_budget_limits_all_rows_together() -> None:
+    made, rows = governor(CHEAP)
+    settle(made, rows, [4, 4, 4, 4])
+    assert sum(counts(made, rows, 1, budget=5)) == 5
+
+
+def test_a_row_that_stopped_is_no_candidate() -> None:
+    made, _ = governor(CHEAP)
+    made.stop(Row(2))
+    made.start(Row(3), 7)
+    assert made.candidates(6).tolist() == [0, 1] and made.candidates(7).tolist() == [0, 1, 3]
