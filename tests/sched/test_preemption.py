@@ -260,7 +260,7 @@ def test_no_request_overtakes_a_short_head_that_lacks_blocks() -> None:
 @pytest.mark.parametrize(("patience_s", "overtakes"), [(100.0, True), (0.0, False)])
 def test_only_the_short_lane_overtakes_a_long_head_that_has_patience(patience_s: float, overtakes: bool) -> None:
     """Tenant x was served already, so that the long prompt of y is the head. It lacks blocks."""
-    order = OrderPolicy(long_prompt=16, lane_patience_s=patience_s, ageing_s=0.0)
+    order = OrderPolicy(long_prompt=16, lane_patience_s=patience_s, ageing_s=0.0, share_patience_s=100.0)
     bench = Bench(blocks=16, rows=6, policy=Policy(order=order, overcommit=Overcommit.NEVER))
     bench.add([1] * 4, 37, tenant="x")  # 10 of 16 blocks
     bench.turn()

@@ -6,6 +6,14 @@ blocks stay in the prefix tree until they are evicted.
 The share of a tenant is its part of the rows by weight among the tenants with requests, in whole rows, at least one. A
 tenant gets rows back only up to its share, and loses them only down to its share: so no two tenants preempt each other
 in turns. Rows that come free by themselves go to any tenant.
+
+KV blocks are shared by the same rule. Where no set of groups leaves every tenant its share, a group is taken from a
+tenant that is above a share of its own before, which may leave it below by a part of that group: one of many rows, or
+of a long context. A waiting group that stays within the shares of its tenant gets its rows and blocks if the groups of
+tenants above theirs are preemptible: without what they hold beyond, at most the shares of all others are held. The
+share is the tenant's part of the blocks in service. It holds the blocks in the tables of its rows, each once, and those
+reserved for its rows; a block that several tenants hold counts for each. All is counted from the tables when a search
+needs it: nothing is kept between steps.
 """
 
 from collections import Counter
@@ -13,8 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from quire.core.ids import RequestId
+import numpy as np
+
+from quire.core.ids import RequestId, Row
 from quire.core.request import RequestGroup, SequenceState
+from quire.kv.manager import KVManager
 from quire.sched.state import SchedulerState
 
 
@@ -26,21 +37,31 @@ class PreemptionCandidate(NamedTuple):
     num_computed: int  # positions: the cost of recomputation grows with them
 
 
-def victim_key(candidate: PreemptionCandidate) -> tuple[int, int, int]:
-    """The lowest priority class first, then the least lost work, then the latest arrival."""
-    return (-candidate.group.request.priority, candidate.num_computed, -candidate.group.order)
+def victim_key(candidate: PreemptionCandidate, above_share: frozenset[str] = frozenset()) -> tuple[int, bool, int, int]:
+    """The lowest priority class first, in it tenants above their share, then the least lost work, then the latest
+    arrival."""
+    request = candidate.group.request
+    within = request.tenant not in above_share
+    return (-request.priority, within, candidate.num_computed, -candidate.group.order)
 
 
 def choose_victim(
     running: Iterable[PreemptionCandidate],
     is_preemptible: Callable[[RequestGroup], bool],
     num_freed: Callable[[RequestGroup], int],
+    above_share: frozenset[str] = frozenset(),
 ) -> RequestGroup | None:
-    """The group to preempt so that others can continue: never the oldest
-    of the highest class, and none whose preemption frees no block."""
+    """The group to preempt so that others can continue: of its class one of a tenant above its share of the blocks, if
+    there is one. Never the oldest of the highest class among the other tenants (of all, if there are no others), and
+    none whose preemption frees no block."""
+
+    def precedence(each: PreemptionCandidate) -> tuple[int, bool, int]:
+        request = each.group.request
+        return (request.priority, request.tenant in above_share, each.group.order)
+
     candidates = list(running)
-    first = min(candidates, key=lambda each: (each.group.request.priority, each.group.order), default=None)
-    for each in sorted(candidates, key=victim_key):
+    first = min(candidates, key=precedence, default=None)
+    for each in sorted(candidates, key=lambda each: victim_key(each, above_share)):
         if each is not first and is_preemptible(each.group) and num_freed(each.group) > 0:
             return each.group
     return None
@@ -132,12 +153,125 @@ def _minimal_set(
     return tuple(chosen)
 
 
+class BlockReaders:
+    """The blocks of some rows, each with the number of these rows that hold it, and the rows' reservations."""
+
+    __slots__ = ("_blocks", "_counts", "_kv", "num_held")
+
+    def __init__(self, kv: KVManager, rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        self._kv = kv
+        self._blocks, self._counts = np.unique(np.concatenate([kv.tables.of(row) for row in rows]), return_counts=True)
+        self.num_held = len(self._blocks) + sum(kv.tables.reserved.item(row) for row in rows)
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Count without these rows."""
+        for row in rows:
+            at = np.searchsorted(self._blocks, self._kv.tables.of(row))
+            self._counts[at] -= 1
+            self.num_held -= int(np.count_nonzero(self._counts[at] == 0)) + self._kv.tables.reserved.item(row)
+
+    def restore(self, rows: Iterable[Row]) -> None:
+        """Undo `remove`."""
+        for row in rows:
+            at = np.searchsorted(self._blocks, self._kv.tables.of(row))
+            self.num_held += int(np.count_nonzero(self._counts[at] == 0)) + self._kv.tables.reserved.item(row)
+            self._counts[at] += 1
+
+
+class TenantBlocks:
+    """What each tenant holds, and what it would hold without the groups taken from it. No row is being released."""
+
+    __slots__ = ("_all", "_held", "_num_before", "_num_rows", "_state")
+
+    def __init__(self, state: SchedulerState) -> None:
+        assert not state.rows.releasing, "rows are being released"
+        self._state = state
+        rows: dict[str, list[Row]] = {}
+        for row, sequence in state.rows.assigned.items():
+            rows.setdefault(sequence.request.tenant, []).append(row)
+        self._held = {tenant: BlockReaders(state.kv, some) for tenant, some in rows.items()}
+        self._num_rows = Counter({tenant: len(some) for tenant, some in rows.items()})
+        self._all = BlockReaders(state.kv, state.rows.assigned)
+        self._num_before = self._all.num_held
+
+    @property
+    def num_freed(self) -> int:
+        """Blocks and reservations that the groups taken so far free together."""
+        return self._num_before - self._all.num_held
+
+    def num_above(self, tenant: str) -> int:
+        """Blocks that a tenant holds beyond its share; negative if it is below."""
+        held = self._held.get(tenant)
+        share = self._state.shares.part(tenant, self._state.kv.pool.num_in_service)
+        return (0 if held is None else held.num_held) - share
+
+    def may_take(self, group: RequestGroup) -> bool:
+        """Whether the tenant of a group is above its share of the blocks or of the rows."""
+        tenant, state = group.request.tenant, self._state
+        return self.num_above(tenant) > 0 or self._num_rows[tenant] > state.shares.part(tenant, state.rows.max_rows)
+
+    def take(self, group: RequestGroup) -> None:
+        """Count without a running group."""
+        tenant, rows = group.request.tenant, self._rows_of(group)
+        self._num_rows[tenant] -= len(rows)
+        self._held[tenant].remove(rows)
+        self._all.remove(rows)
+
+    def give_back(self, group: RequestGroup) -> None:
+        """Undo `take`."""
+        tenant, rows = group.request.tenant, self._rows_of(group)
+        self._num_rows[tenant] += len(rows)
+        self._held[tenant].restore(rows)
+        self._all.restore(rows)
+
+    def _rows_of(self, group: RequestGroup) -> list[Row]:
+        return [sequence.row for sequence in self._state.running_sequences(group) if sequence.row is not None]
+
+
+def choose_above_share(
+    held: TenantBlocks,
+    lower: list[PreemptionCandidate],
+    equal: list[PreemptionCandidate],
+    num_rows: int,
+    num_blocks: int,
+) -> tuple[PreemptionCandidate, ...]:
+    """A minimal set that frees this many rows and blocks together, also blocks that only its members share; empty if
+    none is found. First groups of lower classes, then of its class, while their tenants are above a share: of the
+    tenant with the most blocks above first. In each the least lost work."""
+    above = {tenant: held.num_above(tenant) for tenant in {each.group.request.tenant for each in equal}}
+    ordered = sorted(equal, key=lambda each: (-above[each.group.request.tenant], victim_key(each)))
+    taken: list[PreemptionCandidate] = []
+
+    def enough(some: list[PreemptionCandidate]) -> bool:
+        return held.num_freed >= num_blocks and sum(each.num_rows for each in some) >= num_rows
+
+    for each in [*sorted(lower, key=victim_key), *ordered]:
+        if enough(taken):
+            break
+        if each in lower or held.may_take(each.group):
+            held.take(each.group)
+            taken.append(each)
+    if not enough(taken):
+        return ()
+    for each in tuple(taken):
+        held.give_back(each.group)
+        without = [other for other in taken if other is not each]
+        if enough(without):
+            taken = without
+        else:
+            held.take(each.group)
+    return tuple(taken)
+
+
 class _FailedSearch(NamedTuple):
-    """A search without result: it holds while the same groups have rows and no less is missing."""
+    """A search without result: it holds while the same groups have rows and no less is missing. Where shares of blocks
+    count it is repeated after as many steps as a block has tokens: tenants come above their shares as rows grow."""
 
     order: int
     rows: int  # its generation
     weight: float  # of the active tenants, if their shares count
+    period: int  # of steps, if shares count
     missing_rows: int
     shortage: int
 
@@ -159,7 +293,7 @@ class Preemption:
         state = self._state
         if state.rows.releasing or state.calendar.num_finishing:
             return False
-        victim = choose_victim(self._candidates(), self._is_preemptible, state.num_freed)
+        victim = choose_victim(self._candidates(), self._is_preemptible, state.num_freed, self._above_share())
         if victim is None:
             return False
         state.preempt(victim, by)
@@ -190,11 +324,14 @@ class Preemption:
         if rows.releasing or (not below_share and missing_rows > rows.num_below(priority)):
             return False
         weight = state.shares.active_weight if below_share else 0.0
-        search = _FailedSearch(group.order, rows.generation, weight, missing_rows, shortage)
+        period = state.last_planned // state.kv.block_size if below_share else 0
+        search = _FailedSearch(group.order, rows.generation, weight, period, missing_rows, shortage)
         if self._failed_before(search):
             return False
         victims, num_freed = self._victims(priority, below_share=below_share), cache(state.num_freed)
         chosen = choose_for_waiting(victims, missing_rows, shortage, num_freed)
+        if not chosen and (below_share or shortage > 0):
+            chosen = self._choose_above_share(group, missing_rows, shortage, below_share=below_share)
         found = chosen or can_suffice(victims, missing_rows, shortage, num_freed)
         self._failed_search = None if found else search
         for each in chosen:
@@ -206,14 +343,12 @@ class Preemption:
         return bool(chosen)
 
     def _victims(self, priority: int, *, below_share: bool) -> PreemptionCandidates:
-        free = [each for each in self._candidates() if self._is_preemptible(each.group)]
-        lower = [each for each in free if each.group.request.priority > priority]
+        lower, equal = self._preemptible(priority)
         if not below_share:
             return PreemptionCandidates(lower, [], {})
         num_lower: Counter[str] = Counter()
         for each in lower:
             num_lower[each.group.request.tenant] += each.num_rows
-        equal = [each for each in free if each.group.request.priority == priority]
         num_spare = {
             tenant: self._state.rows.num_of(tenant) - num_lower[tenant] - self._share(tenant)
             for tenant in {each.group.request.tenant for each in equal}
@@ -222,13 +357,38 @@ class Preemption:
             lower, [each for each in equal if each.num_rows <= num_spare[each.group.request.tenant]], num_spare
         )
 
+    def _choose_above_share(
+        self, group: RequestGroup, num_rows: int, shortage: int, *, below_share: bool
+    ) -> tuple[PreemptionCandidate, ...]:
+        """Lower classes, and all groups of tenants above a share, if the group stays within those of its own."""
+        held = TenantBlocks(self._state)
+        lower, equal = self._preemptible(group.request.priority)
+        num_more = shortage + self._state.kv.num_available  # blocks that no row holds yet
+        due = below_share and (shortage <= 0 or held.num_above(group.request.tenant) + num_more <= 0)
+        return choose_above_share(held, lower, equal if due else [], num_rows, shortage)
+
+    def _preemptible(self, priority: int) -> tuple[list[PreemptionCandidate], list[PreemptionCandidate]]:
+        """Groups of lower classes, and of this class."""
+        free = [each for each in self._candidates() if self._is_preemptible(each.group)]
+        lower = [each for each in free if each.group.request.priority > priority]
+        return lower, [each for each in free if each.group.request.priority == priority]
+
+    def _above_share(self) -> frozenset[str]:
+        """The tenants that hold more blocks than their share; none if shares do not count."""
+        state = self._state
+        if not state.policy.order.fair or state.shares.num_active < 2:
+            return frozenset()
+        held = TenantBlocks(state)
+        tenants = {sequence.request.tenant for sequence in state.rows.assigned.values()}
+        return frozenset(tenant for tenant in tenants if held.num_above(tenant) > 0)
+
     def _share(self, tenant: str) -> int:
         return self._state.shares.part(tenant, self._state.rows.max_rows)
 
     def _failed_before(self, search: _FailedSearch) -> bool:
         """Whether the search would fail as last time. Rows that only continue to compute do not help."""
         last = self._failed_search
-        if last is None or last[:3] != search[:3]:
+        if last is None or last[:4] != search[:4]:
             return False
         return search.missing_rows >= last.missing_rows and search.shortage >= last.shortage
 

@@ -2,8 +2,9 @@
 
 Each class is the shipped one with its contract checked: the virtual clocks of tenants, the order of the queue against a
 scan of all waiting groups (so starvation across classes, tenants and lanes is seen where it begins), the order of
-followers, searches for victims that are skipped. The references share no state with the fast paths. `kv/tree_checks.py`
-does the same for the prefix tree.
+followers, searches for victims that are skipped, and the shares of rows and blocks, which a tenant below its own gets
+from those above theirs. The references share no state with the fast paths. `kv/tree_checks.py` does the same for the
+prefix tree.
 """
 
 from collections import Counter
@@ -11,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from heapq import nsmallest
 from math import inf, isclose
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.ids import RequestId
 from quire.core.request import RequestGroup
 from quire.kv.tree_checks import add_tree_checks
 from quire.sched.fairness import Billing, WeightedFairShares
@@ -22,6 +25,7 @@ from quire.sched.preemption import Preemption, _FailedSearch, choose_for_waiting
 from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import OrderPolicy, WaitingQueue
 from quire.sched.scheduler import Scheduler
+from quire.sched.state import SchedulerState
 
 
 def add_reference_checks(scheduler: Scheduler) -> None:
@@ -149,42 +153,123 @@ class _CheckedQueue(WaitingQueue):
 
 
 class _CheckedPreemption(Preemption):
-    """A search for victims that is skipped would find none. Rows taken back for a share are due to its tenant, and no
-    tenant that loses them falls below its own share."""
+    """A search for victims that is skipped would find none. Rows and blocks taken back for a share are due to its
+    tenant, and are taken from tenants above their own. None that is due blocks waits while others are above."""
 
-    __slots__ = ("_below_share",)
+    __slots__ = ("_below_share", "_num_missed")
+
+    def __init__(self, state: SchedulerState) -> None:
+        super().__init__(state)
+        self._num_missed = 0  # searches in a row that took nothing, and should have
 
     def preempt_for_waiting(self, group: RequestGroup, num_rows: int, shortage: int, *, below_share: bool) -> bool:
         state, self._below_share = self._state, below_share
-        counters = state.counters
-        before, num_before, running = counters.share_preemptions, self._rows_by_tenant(), self._running()
+        counters, num_available = state.counters, state.kv.num_available
+        before, running = counters.share_preemptions, self._running()
+        held = {each: self._held(each) for each in running}
         found = super().preempt_for_waiting(group, num_rows, shortage, below_share=below_share)
         if counters.share_preemptions > before:
-            shares, tenant, num_after = self._shares(), group.request.tenant, self._rows_by_tenant()
-            waited_s = state.now_s - state.waiting._queued[group.order].since_s
+            tenant, waited_s = group.request.tenant, state.now_s - state.waiting._queued[group.order].since_s
             assert waited_s >= state.policy.order.share_patience_s, f"{group} has waited for {waited_s} s only"
-            num_due = num_before[tenant] + num_rows
-            assert num_due <= shares[tenant], f"{tenant!r} gets {num_due} rows of {shares[tenant]}"
-            equal = [each for each in running - self._running() if each.request.priority == group.request.priority]
-            for loser in {each.request.tenant for each in equal}:
-                num_left = num_after[loser]
-                assert num_left >= shares[loser], f"{loser!r} is left {num_left} rows of {shares[loser]}"
+            num_due, share = self._num_rows(held, tenant) + num_rows, self._shares(state.rows.max_rows)[tenant]
+            assert num_due <= share, f"{tenant!r} gets {num_due} rows of {share}"
+            taken = [each for each in running - self._running() if each.request.priority == group.request.priority]
+            due = self._blocks_due(held, group, shortage + num_available)
+            left = {each: blocks for each, blocks in held.items() if each in self._running() or each in taken}
+            assert self._may_take(left, taken, blocks=due), f"{taken} are taken for {tenant!r}, which is due less"
+        self._check_wait(group, shortage, held, waits=below_share and not found)
         return found
+
+    def preempt_for_block(self, by: RequestId) -> bool:
+        state, running = self._state, self._running()
+        above = self._tenants_above({each: self._held(each) for each in running})
+        if not state.policy.order.fair or state.shares.num_active < 2:
+            above = set()
+        first = min(running, key=lambda each: (each.request.priority, each.request.tenant in above, each.order))
+        others = [each for each in running if each is not first and self._is_preemptible(each)]
+        rivals = {each.request.priority for each in others if each.request.tenant in above and state.num_freed(each)}
+        found = super().preempt_for_block(by)
+        for victim in running - self._running():
+            assert victim is not first, f"{victim} was preempted for a block, and comes first"
+            fair = victim.request.tenant in above or victim.request.priority not in rivals
+            assert fair, f"{victim} was preempted for a block, and tenants {above} are above their shares"
+        return found
+
+    def _check_wait(self, group: RequestGroup, shortage: int, held: "_BlocksByGroup", *, waits: bool) -> None:
+        """A group that is due rows or blocks takes them within as many steps as a block has tokens, if all that may be
+        preempted for it is enough."""
+        state, kv = self._state, self._state.kv
+        free = [each for each in held if self._is_preemptible(each)]
+        lower = [each for each in free if each.request.priority > group.request.priority]
+        equal = [each for each in free if each.request.priority == group.request.priority]
+        misses = waits and not state.rows.releasing
+        misses = misses and (shortage <= 0 or self._blocks_due(held, group, shortage + kv.num_available))
+        if misses:
+            shares = self._shares(state.rows.max_rows)
+            left = {each: blocks for each, blocks in held.items() if each not in lower}
+            for each in sorted(equal, key=lambda one: (self._num_computed(one), -one.order)):
+                tenant = each.request.tenant
+                if tenant in self._tenants_above(left) or self._num_rows(left, tenant) > shares[tenant]:
+                    del left[each]
+            num_freed = self._num_blocks(held) - self._num_blocks(left)
+            num_rows = sum(held[each].num_rows for each in held if each not in left)
+            misses = num_freed >= shortage and num_rows + state.rows.num_free >= len(group.unfinished)
+        self._num_missed = self._num_missed + 1 if misses else 0
+        assert self._num_missed <= kv.block_size, f"{group} is due, and others keep more than their share"
+
+    def _num_computed(self, group: RequestGroup) -> int:
+        return sum(self._state.num_computed(sequence) for sequence in self._state.running_sequences(group))
+
+    def _may_take(self, left: "_BlocksByGroup", taken: list[RequestGroup], *, blocks: bool) -> bool:
+        """Whether there is an order in which each is taken from a tenant above its share of the rows, or of the blocks
+        if they are due."""
+        if not taken:
+            return True
+        shares = self._shares(self._state.rows.max_rows)
+        for last in taken:
+            tenant, others = last.request.tenant, [each for each in taken if each is not last]
+            before = {each: held for each, held in left.items() if each not in others}
+            above = blocks and tenant in self._tenants_above(before)
+            above = above or self._num_rows(before, tenant) > shares[tenant]
+            if above and self._may_take(left, others, blocks=blocks):
+                return True
+        return False
+
+    def _held(self, group: RequestGroup) -> "_GroupBlocks":
+        """Its blocks and rows; a reserved block has no number yet, but its row."""
+        blocks, tables, sequences = set(), self._state.kv.tables, self._state.running_sequences(group)
+        for sequence in sequences:
+            assert sequence.row is not None, sequence
+            blocks |= {(block, -1) for block in tables.of(sequence.row).tolist()}
+            blocks |= {(-1 - i, sequence.row) for i in range(tables.reserved.item(sequence.row))}
+        return _GroupBlocks(frozenset(blocks), len(sequences))
+
+    def _num_rows(self, held: "_BlocksByGroup", tenant: str) -> int:
+        return sum(some.num_rows for each, some in held.items() if each.request.tenant == tenant)
+
+    def _tenants_above(self, held: "_BlocksByGroup") -> set[str]:
+        shares = self._shares(self._state.kv.pool.num_in_service)
+        tenants = {each.request.tenant for each in held}
+        return {tenant for tenant in tenants if self._num_blocks(held, tenant) > shares[tenant]}
+
+    def _num_blocks(self, held: "_BlocksByGroup", tenant: str | None = None) -> int:
+        """Of one tenant, or of all."""
+        some = [held[each].blocks for each in held if tenant is None or each.request.tenant == tenant]
+        return len(frozenset().union(*some))
+
+    def _blocks_due(self, held: "_BlocksByGroup", group: RequestGroup, num_more: int) -> bool:
+        tenant = group.request.tenant
+        return self._num_blocks(held, tenant) + num_more <= self._shares(self._state.kv.pool.num_in_service)[tenant]
 
     def _running(self) -> set[RequestGroup]:
         return {group for group in self._state.groups.values() if self._state.running_sequences(group)}
 
-    def _rows_by_tenant(self) -> Counter[str]:
-        """Rows that run; those being released do not count."""
-        sequences = [s for group in self._state.groups.values() for s in self._state.running_sequences(group)]
-        return Counter(sequence.request.tenant for sequence in sequences)
-
-    def _shares(self) -> dict[str, int]:
+    def _shares(self, total: int) -> dict[str, int]:
         state = self._state
         weights = {group.request.tenant: 1.0 for group in state.groups.values()}
         weights |= {tenant: weight for tenant, weight in state.policy.order.weights.items() if tenant in weights}
-        num_rows, total = state.rows.max_rows, sum(map(Fraction, weights.values()))
-        return {tenant: max(1, int(num_rows * Fraction(weight) / total)) for tenant, weight in weights.items()}
+        sum_of_weights = sum(map(Fraction, weights.values()))
+        return {tenant: max(1, int(total * Fraction(weight) / sum_of_weights)) for tenant, weight in weights.items()}
 
     def _failed_before(self, search: _FailedSearch) -> bool:
         failed = super()._failed_before(search)
@@ -195,6 +280,16 @@ class _CheckedPreemption(Preemption):
             found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed)
             assert not found, f"{group} waits, and {found} could be preempted for it"
         return failed
+
+
+class _GroupBlocks(NamedTuple):
+    """What a running group holds."""
+
+    blocks: frozenset[tuple[int, int]]
+    num_rows: int
+
+
+_BlocksByGroup = dict[RequestGroup, _GroupBlocks]
 
 
 class _CheckedPrefixes(InflightPrefixes):

@@ -49,7 +49,7 @@ class LengthQuantile:
 class Overcommit(Enum):
     """How far blocks are overcommitted: requests admitted beyond what the cache can hold to their end."""
 
-    NEVER = "never"  # the whole length is reserved: no request is ever preempted for blocks
+    NEVER = "never"  # the whole length is reserved: no running row is ever denied a block
     HEDGE = "hedge"  # the prompt, and an output length that most recent requests did not exceed
     OPTIMISTIC = "optimistic"  # the prompt and one token
 

@@ -41,7 +41,7 @@ class Counters:
     padding_tokens: int = 0
     preemptions: int = 0
     class_preemptions: int = 0  # of those, in favour of a higher priority class
-    share_preemptions: int = 0  # of those, in favour of a tenant below its share of the rows
+    share_preemptions: int = 0  # of those, in favour of a tenant below its share of rows or blocks
     moved_blocks: int = 0
     forks: int = 0
     lost_steps: int = 0

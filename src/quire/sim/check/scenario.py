@@ -116,6 +116,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
     )
     if rng.random() < 0.4:
         scenario = with_contention(scenario, rng)
+    if chosen % 9 == 5:  # none of the seeds that are kept
+        scenario = with_rivals(scenario)
     return with_copies(scenario) if chosen % 8 == 0 and scenario.max_prompt > 1 else scenario
 
 
@@ -182,6 +184,31 @@ def with_contention(scenario: Scenario, rng: random.Random) -> Scenario:
             max_waiting_tokens=None,
         ),
     )
+
+
+def with_rivals(scenario: Scenario) -> Scenario:
+    """The same scenario with three tenants of one class and long outputs: each may come above its share of the blocks
+    while there are rows for all."""
+    block_size, max_prompt, max_output = min(scenario.block_size, 4), max(scenario.max_prompt, 20), 48
+    order = replace(scenario.policy.order, fair=True, share_patience_s=0.0)
+    return replace(
+        scenario,
+        block_size=block_size,
+        max_prompt=max_prompt,
+        max_output=max_output,
+        max_rows=16,
+        max_step_tokens=47,
+        num_blocks=2 * count_blocks(max_prompt + max_output, block_size),
+        num_requests=max(scenario.num_requests, 20),
+        arrival_chance=0.3,
+        priorities=(0,),
+        tenants=("x", "y", "z"),
+        beams=False,
+        policy=replace(
+            scenario.policy, regime=REGIMES["prefix"], order=order, max_preemptions=3, max_waiting=None,
+            max_waiting_tokens=None,
+        ),
+    )  # fmt: skip
 
 
 def with_copies(scenario: Scenario) -> Scenario:
