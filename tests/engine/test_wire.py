@@ -87,7 +87,7 @@ STEP_OUTPUT = st.builds(
         ),
         max_size=2,
     ).map(tuple),
-    st.dictionaries(NUMBER, TOP, max_size=2),
+    st.dictionaries(NUMBER, st.lists(TOP, min_size=1, max_size=2).map(tuple), max_size=2),
     st.dictionaries(
         NUMBER, st.builds(PromptLogprobs, NUMBER.map(Row), NUMBER, st.lists(TOP, max_size=2).map(tuple)), max_size=2
     ),
