@@ -27,7 +27,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
-_CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _GPU_BATCH_STEP_TOKENS = 512, 2048, 8192  # default max_num_batched_tokens
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 8192  # default max_num_batched_tokens
 _DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 
@@ -378,7 +378,7 @@ def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
 def resolve(
     config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: MachineInfo, *, serving: bool = False
 ) -> ResolvedConfig:
-    """Derive every number for one model on one machine. A server takes smaller steps than a batch, for latency."""
+    """Derive every number for one model on one machine. A server has fewer rows than a batch, for latency."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
     default_rows = (DEFAULT_SERVER_ROWS if serving else _DEFAULT_BATCH_ROWS) if on_gpu else _DEFAULT_CPU_ROWS
@@ -388,7 +388,7 @@ def resolve(
         reasons,
         "max_num_batched_tokens",
         config.max_num_batched_tokens,
-        max((_GPU_STEP_TOKENS if serving else _GPU_BATCH_STEP_TOKENS) if on_gpu else _CPU_STEP_TOKENS, rows),
+        max(_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS, rows),
         "default",
     )
     if rows > budget:

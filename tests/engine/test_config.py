@@ -58,7 +58,7 @@ def test_all_settings_are_derived_with_their_reasons():
     few = resolved(GPU, max_num_batched_tokens=300)
     assert (few.max_num_seqs, few.max_num_batched_tokens) == (300, 300), "no more rows than tokens by default"
     served = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True)
-    assert (served.max_num_seqs, served.max_num_batched_tokens) == (256, 2048)
+    assert (served.max_num_seqs, served.max_num_batched_tokens) == (256, 8192)
 
 
 def test_a_gpu_reserves_memory_for_activations():
