@@ -11,25 +11,43 @@ from typing import TYPE_CHECKING
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.core.errors import QuireError
-    from quire.core.sampling import SamplingParams
-    from quire.engine.outputs import CompletionOutput, Delta, EmbeddingOutput, RequestOutput
+    from quire.core.sampling import Grammar, GrammarKind, SamplingParams
+    from quire.engine.outputs import (
+        CompletionOutput,
+        Delta,
+        EmbeddingOutput,
+        FunctionCall,
+        RequestOutput,
+        ScoringOutput,
+    )
     from quire.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Delta",
     "EmbeddingOutput",
+    "FunctionCall",
+    "Grammar",
+    "GrammarKind",
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "__version__",
 ]
 
 _HOMES = {
+    "AsyncLLM": "quire.async_llm",
     "LLM": "quire.llm",
+    "FunctionCall": "quire.engine.outputs",
+    "Grammar": "quire.core.sampling",
+    "GrammarKind": "quire.core.sampling",
     "SamplingParams": "quire.core.sampling",
+    "ScoringOutput": "quire.engine.outputs",
     "QuireError": "quire.core.errors",
     "CompletionOutput": "quire.engine.outputs",
     "Delta": "quire.engine.outputs",

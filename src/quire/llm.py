@@ -20,6 +20,7 @@ from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.build import BuiltEngine, build
+from quire.engine.chat_request import ChatOptions, chat_options, chat_params, parse_chat, render_chat
 from quire.engine.local_client import (
     DeltaStream,
     LocalClient,
@@ -29,13 +30,13 @@ from quire.engine.local_client import (
     note_engine_process,
 )
 from quire.engine.messages import RequestOptions, RequestOptionsDict, options_of
+from quire.engine.model_format import DeclaredTool, ModelFormat, find_model_format
 from quire.engine.open_model import default_params
 from quire.engine.output_processor import Prompt, as_list
-from quire.engine.outputs import EMBEDDING, EmbeddingOutput, RequestOutput, failure_of
+from quire.engine.outputs import EMBEDDING, EmbeddingOutput, RequestOutput, ScoringOutput, failure_of
 from quire.engine.request_state import RequestState
 from quire.engine.startup import StartupReporter
 from quire.sched.explain import Explanation
-from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -79,6 +80,18 @@ class LLM:
         self._built: BuiltEngine | None = built
         self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
         self._abandoned: deque[RequestState] = deque()
+        self._format: ModelFormat | None = None
+
+    def __repr__(self) -> str:
+        built = self._built
+        if built is None:
+            return "LLM(closed)"
+        sizes = built.resolved
+        return (
+            f"LLM({built.name!r}, device={built.machine.device!r}, dtype={built.dtype!r}, "
+            f"max_model_len={sizes.max_model_len}, max_num_seqs={sizes.max_num_seqs}, "
+            f"KV cache of {sizes.num_blocks * sizes.block_size:,} tokens)"
+        )
 
     @property
     def built(self) -> BuiltEngine:
@@ -141,35 +154,80 @@ class LLM:
         One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is run. The terms
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
-        many = _prompts(prompts)
-        return self._run(many, self._params_for(many, sampling_params), options_of(options), progress)
+        many = as_prompts(prompts)
+        return self._run(many, self.params_for(many, sampling_params), options_of(options), progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[DeclaredTool] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        response_format: object = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         progress: bool | None = None,
         **options: Unpack[RequestOptionsDict],
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
-        Without sampling_params an answer may take the rest of the context.
+        Without sampling_params an answer may take the rest of the context. `response_format` is OpenAI's object or a
+        pydantic model. With `tools`, in OpenAI's form, each output has its `tool_calls`.
         """
-        prompts = [
-            self.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-            )
-            for conversation in _conversations(messages)
-        ]
-        params = self._chat_defaults() if sampling_params is None else sampling_params
-        return self.generate(prompts, params, progress=progress, **options)
+        chat = chat_options(
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        texts = [self.render_chat(conversation, chat) for conversation in as_conversations(messages)]
+        prompts = [self.chat_ids(text) for text in texts]
+        given = self.params_for(prompts, self.chat_defaults() if sampling_params is None else sampling_params)
+        params = [chat_params(each, self.model_format, chat, text) for each, text in zip(given, texts, strict=True)]
+        outputs = self._run(prompts, params, options_of(options), progress)
+        for output, text in zip(outputs, texts, strict=True):
+            for completion in output.outputs:
+                parse_chat(completion, self.model_format, chat, text)
+        return outputs
+
+    @property
+    def model_format(self) -> ModelFormat:
+        """How the model writes tool calls and reasoning, by its chat template."""
+        if self._format is None:
+            tokenizer = self.get_tokenizer()
+            self._format = find_model_format(tokenizer.chat_template, tokenizer)
+        return self._format
+
+    def render_chat(self, messages: Conversation, chat: ChatOptions) -> str:
+        """The text of a chat's prompt."""
+        return render_chat(self.get_tokenizer(), self.model_format, messages, chat)
+
+    def chat_ids(self, text: str) -> Mapping[str, object]:
+        return {"prompt_token_ids": self.get_tokenizer().encode_chat(text)}
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        if not isinstance(text, str):
+            raise InvalidPrompt(f"tokenize takes one text, not {shown(text)}.", param="text")
+        return self.get_tokenizer().encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self.get_tokenizer().decode(list(token_ids), skip_special_tokens)
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, progress: bool | None = None
+    ) -> list[ScoringOutput]:
+        """How near texts are, by their embeddings: one text against each of several, or pairs of two equal lists."""
+        left = [text_1] if isinstance(text_1, str) else list(text_1)
+        right = [text_2] if isinstance(text_2, str) else list(text_2)
+        return pair_scores(len(left), len(right), self.embed([*left, *right], progress=progress))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **options: Unpack[RequestOptionsDict]
@@ -178,9 +236,9 @@ class LLM:
 
         Raises the error of the first prompt that failed.
         """
-        many = _prompts(prompts)
+        many = as_prompts(prompts)
         outputs = self._run(many, [EMBEDDING] * len(many), options_of(options), progress, pooled=True)
-        return [_embedding(output) for output in outputs]
+        return [as_embedding(output) for output in outputs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptionsDict]
@@ -202,20 +260,24 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         *,
+        response_format: object = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[RequestOptionsDict],
     ) -> DeltaStream:
         """Answer one conversation, piece by piece."""
-        prompt = self.chat_prompt(
-            messages,
+        chat = chat_options(
+            response_format=response_format,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=chat_template,
         )
-        params = self._chat_defaults() if sampling_params is None else sampling_params
-        return self.stream(prompt, params, **options)
+        text = self.render_chat(messages, chat)
+        params = self.chat_defaults() if sampling_params is None else sampling_params
+        return self.stream(self.chat_ids(text), chat_params(params, self.model_format, chat, text), **options)
 
     def chat_prompt(
         self,
@@ -226,20 +288,17 @@ class LLM:
         chat_template: str | None = None,
     ) -> Mapping[str, object]:
         """A conversation as the prompt that `generate` takes."""
-        tokenizer = self.get_tokenizer()
-        text = render(
-            chat_template or tokenizer.chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
+        chat = chat_options(
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            named_tokens=tokenizer.named_tokens,
         )
-        return {"prompt_token_ids": tokenizer.encode_chat(text)}
+        return self.chat_ids(self.render_chat(messages, chat))
 
-    def _chat_defaults(self) -> SamplingParams:
+    def chat_defaults(self) -> SamplingParams:
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
-    def _params_for(
+    def params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
         if params is None:
@@ -282,14 +341,16 @@ class LLM:
 
     def _wait(self, pending: PendingOutputs, progress: bool | None) -> None:
         total = pending.num_pending
-        show = progress if progress is not None else total > 1 and sys.stderr is not None and sys.stderr.isatty()
+        console = Console(stderr=True)
+        watched = console.is_jupyter or (sys.stderr is not None and sys.stderr.isatty())
+        show = progress if progress is not None else total > 1 and watched
         bar = Progress(
             TextColumn("generating"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),
+            console=console,
             disable=not show,
         )
         with bar:
@@ -320,7 +381,7 @@ class LLM:
                 self.client.abort(state)
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Many prompts from one or many; a flat list of ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -332,7 +393,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return cast(Sequence[Prompt], listed)
 
 
-def _embedding(output: RequestOutput) -> EmbeddingOutput:
+def as_embedding(output: RequestOutput) -> EmbeddingOutput:
     ids = output.prompt_token_ids
     failure = failure_of(FinishReason(output.outputs[0].finish_reason), len(ids), EMBEDDING)
     if failure is not None:
@@ -341,7 +402,24 @@ def _embedding(output: RequestOutput) -> EmbeddingOutput:
     return EmbeddingOutput(output.request_id, output.prompt, ids, output.embedding, output.metrics)
 
 
-def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+def pair_scores(num_left: int, num_right: int, embedded: Sequence[EmbeddingOutput]) -> list[ScoringOutput]:
+    """The scores of pairs; a single text on the left is compared with each on the right."""
+    if num_left not in (1, num_right):
+        raise InvalidParameter(
+            f"text_1 has {num_left} texts and text_2 has {num_right}: give one text_1, or as many as text_2.",
+            param="text_1",
+        )
+    firsts, seconds = embedded[:num_left], embedded[num_left:]
+    pairs = zip([*firsts] * num_right if num_left == 1 else firsts, seconds, strict=True)
+    return [
+        ScoringOutput(
+            float(first.embedding @ second.embedding), len(first.prompt_token_ids) + len(second.prompt_token_ids)
+        )
+        for first, second in pairs
+    ]
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
     if not isinstance(messages, Sequence):
         raise InvalidPrompt(
             f"messages must be a list of objects with role and content, not {shown(messages)}.", param="messages"

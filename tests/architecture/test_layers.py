@@ -22,7 +22,7 @@ PACKAGES = (
 SERVER_BROKEN = "A file of the server imports only from layers below it BROKEN"
 SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "batch")
 SERVER_FILES = (
-    *("async_engine", "engine_supervisor", "admission", "metrics", "model_format", "grammar_precompiler"),
+    *("async_engine", "engine_supervisor", "admission", "metrics", "grammar_precompiler"),
     *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),
     *("response_store", "static_files", "examples"),
 )
@@ -45,7 +45,7 @@ def build_package(folder: Path, package: str, line: str) -> None:
     for name in (*PACKAGES, *(f"server/{name}" for name in SERVER_FOLDERS)):
         (folder / "quire" / name).mkdir(parents=True)
         (folder / "quire" / name / "__init__.py").touch()
-    for name in ("__init__", "version", "config", "llm", *(f"server/{name}" for name in SERVER_FILES)):
+    for name in ("__init__", "version", "config", "llm", "async_llm", *(f"server/{name}" for name in SERVER_FILES)):
         (folder / "quire" / f"{name}.py").touch()
     (folder / "quire" / package / "added.py").write_text(f"{line}\n")
 

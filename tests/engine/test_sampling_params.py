@@ -187,11 +187,11 @@ def test_how_many_are_computed_and_returned():
 
 def test_the_edges_are_inside():
     params = SamplingParams(
-        n=MAX_SEQUENCES, temperature=100, top_p=1, top_k=-1, min_p=1, repetition_penalty=100, presence_penalty=-2,
+        n=MAX_SEQUENCES, temperature=2, top_p=1, top_k=-1, min_p=1, repetition_penalty=100, presence_penalty=-2,
         frequency_penalty=2, max_tokens=None, min_tokens=2**31 - 1, stop="a", stop_token_ids=(), seed=-MAX_SEED,
         logprobs=MAX_LOGPROBS, prompt_logprobs=0, logit_bias={}, bad_words=[], allowed_token_ids=range(3),
     )  # fmt: skip
-    assert (params.n, params.temperature, params.seed, params.min_tokens) == (MAX_SEQUENCES, 100, -MAX_SEED, 2**31 - 1)
+    assert (params.n, params.temperature, params.seed, params.min_tokens) == (MAX_SEQUENCES, 2, -MAX_SEED, 2**31 - 1)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])

@@ -10,11 +10,11 @@ import pytest
 
 from quire.core.errors import InvalidGrammar, UnsupportedSchema
 from quire.core.sampling import Grammar, GrammarKind
+from quire.engine.model_format import ModelFormat, ToolChoice
 from quire.grammar import limits
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.json_schema import check_schema
 from quire.grammar.relaxed_schema import relax_schema
-from quire.server.model_format import ModelFormat, ToolChoice
 from tests.grammar.client_models import Schema, model_schemas
 from tests.grammar.writer import write
 

@@ -5,10 +5,14 @@ floats only, checked against the width of the logits. Both are validated when th
 text; this module does not read the text.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
+from functools import wraps
 from numbers import Integral
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from quire.core.errors import InvalidParameter, shown
 from quire.core.ids import LONGEST_TOKEN
@@ -41,8 +45,117 @@ class Grammar:
     text: str
 
 
+@runtime_checkable
+class SchemaClass(Protocol):
+    """A class that describes itself as a JSON schema, as pydantic's models do."""
+
+    def model_json_schema(self) -> dict[str, object]: ...
+
+
+def json_grammar(schema: object, param: str = "json") -> Grammar:
+    """The grammar of a JSON schema, its text, or a pydantic model. The schema itself is checked when it is compiled."""
+    if isinstance(schema, SchemaClass):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise InvalidParameter(f"{param} is a text that is not JSON: {error}.", param=param) from None
+    if not isinstance(schema, Mapping):
+        raise InvalidParameter(
+            f"{param} must be a JSON schema (a dict or its text) or a pydantic model, not {shown(schema)}.", param=param
+        )
+    try:
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    except (TypeError, ValueError) as error:
+        raise InvalidParameter(f"{param} is not JSON data: {error}.", param=param) from None
+
+
+class UnknownParameter(InvalidParameter, TypeError):
+    """A keyword that is not a parameter; a `TypeError` too, which Python raises for an unexpected keyword."""
+
+
+_STRUCTURED = "use json, regex, choice or grammar"
+_NO_BEAMS = "use use_beam_search=True with beam_width"
+# Keywords of vLLM, transformers and llama-cpp-python that `SamplingParams` does not have, and what replaces each.
+_FOREIGN = {
+    "guided_decoding": _STRUCTURED, "structured_outputs": _STRUCTURED, "response_format": _STRUCTURED,
+    "json_schema": "use json", "guided_json": "use json", "guided_regex": "use regex", "guided_choice": "use choice",
+    "guided_grammar": "use grammar, in Lark's syntax",
+    "max_new_tokens": "use max_tokens", "max_length": "use max_tokens, which does not count the prompt",
+    "max_completion_tokens": "use max_tokens", "min_new_tokens": "use min_tokens",
+    "repeat_penalty": "use repetition_penalty", "stop_sequences": "use stop", "stop_strings": "use stop",
+    "num_beams": _NO_BEAMS, "do_sample": "temperature=0 is greedy, a temperature above 0 samples",
+    "num_return_sequences": "use n", "eos_token_id": "use stop_token_ids", "bad_words_ids": "use bad_words",
+    "top_logprobs": "use logprobs", "random_seed": "use seed",
+    "detokenize": "the text is always there, beside token_ids; omit it", "output_kind": "use LLM.stream",
+    "logits_processors": "use logit_bias, bad_words, allowed_token_ids or a grammar", "logits_processor":
+    "use logit_bias, bad_words, allowed_token_ids or a grammar", "truncate_prompt_tokens": "cut the token ids",
+    "typical_p": "use top_p or min_p", "mirostat_mode": "use top_p or min_p", "tfs_z": "use top_p or min_p",
+    "stream": "use LLM.stream", "echo": "the prompt is in the output: RequestOutput.prompt",
+}  # fmt: skip
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _explains_keywords(cls: _Class) -> _Class:
+    """A keyword that the dataclass does not have is refused with what replaces it, or the nearest name."""
+    create: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @wraps(create)
+    def check_and_create(self: object, *args: object, **given: object) -> None:
+        if not given.keys() <= known:
+            raise _unknown(next(name for name in given if name not in known), known)
+        create(self, *args, **given)
+
+    cls.__init__ = check_and_create  # type: ignore[misc]
+    return cls
+
+
+def _unknown(name: str, known: Iterable[str]) -> UnknownParameter:
+    near = get_close_matches(name, sorted(known), n=1)
+    hint = f"{_FOREIGN[name]}." if name in _FOREIGN else f"did you mean {near[0]}?" if near else "see its help()."
+    return UnknownParameter(f"SamplingParams has no {name}: {hint}", param=name)
+
+
+def _resolve_grammar(params: "SamplingParams") -> None:
+    """The grammar, in whichever way it was given, as a `Grammar`."""
+    given = [name for name in ("grammar", "json", "regex", "choice") if getattr(params, name) is not None]
+    if not given:
+        return
+    if len(given) > 1:
+        raise InvalidParameter(f"{' and '.join(given)} both constrain the output; give one of them.", param=given[1])
+    [name] = given
+    value = getattr(params, name)
+    if isinstance(value, Grammar):
+        return
+    match name:
+        case "json":
+            grammar = json_grammar(value)
+        case "choice":
+            grammar = Grammar(GrammarKind.CHOICE, json.dumps(_checked_choice(value)))
+        case _:
+            if not isinstance(value, str) or not value:
+                raise InvalidParameter(f"{name} must be a text that is not empty, not {shown(value)}.", param=name)
+            grammar = Grammar(GrammarKind.REGEX if name == "regex" else GrammarKind.LARK, value)
+    object.__setattr__(params, name, None)
+    object.__setattr__(params, "grammar", grammar)
+
+
+def _checked_choice(value: object) -> list[object]:
+    check_list("choice", value, MAX_CHOICES)
+    assert isinstance(value, Sequence | Set)
+    check_strings("choice", value, MAX_CHOICE_CHARACTERS)
+    if not value:
+        raise InvalidParameter("choice is empty; give the texts that may be said.", param="choice")
+    return list(value)
+
+
 # Limits of one request. They bound memory and time per row, and are far above what clients send.
 MAX_SEQUENCES = 128
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARACTERS = 1 << 16
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024  # of each
 MAX_STOP_TOKEN_IDS = 256
@@ -52,6 +165,7 @@ MAX_BAD_WORD_TOKENS = 32
 MAX_BAD_WORD_CHARACTERS = MAX_BAD_WORD_TOKENS * LONGEST_TOKEN
 MAX_BAD_WORDS_CHARACTERS = 1 << 16  # of all together: they are tokenized before the request can be queued
 MAX_LOGPROBS = 100
+MAX_TEMPERATURE = 2.0  # as in OpenAI's API: above it texts are noise
 MAX_SEED = 2**63 - 1
 MAX_LENGTH_PENALTY = 10.0
 
@@ -62,6 +176,7 @@ _NOT_WITH_BEAMS: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
+@_explains_keywords
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of a request, with the names and defaults of vLLM."""
@@ -92,12 +207,17 @@ class SamplingParams:
     beam_width: int | None = None  # None: best_of, or n
     length_penalty: float = 1.0  # of beams: the score is divided by the length to this power
     early_stopping: bool | str = False  # of beams: False, True or "never", as Hugging Face defines them
-    grammar: Grammar | None = None  # constrains the output
+    grammar: Grammar | None = None  # constrains the output; a text is a grammar in Lark's syntax
+    # Shorter ways to give a grammar; each becomes `grammar`, and is None afterwards.
+    json: Any = field(default=None, repr=False)  # a JSON schema, its text, or a pydantic model
+    regex: str | None = field(default=None, repr=False)
+    choice: Sequence[str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        _resolve_grammar(self)
         convert_numpy(self, self.__slots__)
         check_int("n", self.n, 1, MAX_SEQUENCES)
-        check_float("temperature", self.temperature, 0.0, 100.0)
+        check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_int("top_k", self.top_k, -1, 2**31 - 1)
         check_float("min_p", self.min_p, 0.0, 1.0)
@@ -128,8 +248,6 @@ class SamplingParams:
         check_list("allowed_token_ids", self.allowed_token_ids, None)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InvalidParameter(f"grammar must be a Grammar, not {shown(self.grammar)}.", param="grammar")
         _check_choosing(self)
 
     @property

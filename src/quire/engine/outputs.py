@@ -4,6 +4,7 @@ The embedding of a prompt is the mean of its hidden states, normalized to length
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,18 @@ class Logprob:
     decoded_token: str | None
 
 
+class FunctionCall(NamedTuple):
+    """A call of a tool that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+    def message(self) -> dict[str, object]:
+        """The call as it stands in the `tool_calls` of an assistant's message."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation."""
@@ -43,6 +56,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     score: float | None = None  # of a beam: what beams are ordered by; with best_of: log-probability per token
     error: str | None = None  # why it failed, if it did
+    reasoning: str | None = None  # of a chat with tools: what the model thought before the text
+    tool_calls: list[FunctionCall] = field(default_factory=list)  # of a chat with tools
 
 
 @dataclass(slots=True)
@@ -95,6 +110,14 @@ class EmbeddingOutput:
     prompt_token_ids: list[int]
     embedding: FloatArray
     metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How near two texts are: the cosine of the angle between their embeddings, from -1 to 1."""
+
+    score: float
+    num_tokens: int  # of both texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFoun
 from quire.core.ids import LONGEST_TOKEN
 from quire.core.process import trim_heap
 from quire.core.sampling import SamplingParams
+from quire.engine.model_format import ModelFormat, find_model_format
 from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
 from quire.output_parsing.reasoning import ReasoningTags
@@ -26,7 +27,6 @@ from quire.server.grammar_precompiler import FairSlots, GrammarPrecompiler
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
-from quire.server.model_format import ModelFormat, find_model_format
 from quire.server.response_store import ResponseStore
 from quire.text.tokenizer import Tokenizer
 

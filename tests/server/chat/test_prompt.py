@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.engine.model_format import ToolChoice
 from quire.server.chat.prompt import ChatPrompt, chat_prompt
 from quire.server.context import ServedModel
-from quire.server.model_format import ToolChoice
 from quire.server.openai.responses_input import ResponsesBody, as_chat
 from quire.server.request.decode import decode
 from quire.server.request.schema import ChatBody

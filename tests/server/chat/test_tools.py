@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 
+from quire.engine.model_format import ToolChoice, find_model_format
 from quire.output_parsing.tool_formats import MISTRAL
 from quire.server.context import ServedModel
-from quire.server.model_format import ToolChoice, find_model_format
 from quire.text.detokenizer import SequenceText
 from quire.text.hf_tokenizer import TokenizerFiles
 from quire.text.stop_strings import StopStrings

@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.engine.model_format import check_function
 from quire.server.anthropic.messages_output import MessagesResponse, PromptUsage
 from quire.server.chat.messages import MessageBuilder, refused_part, text_field
-from quire.server.chat.prompt import chat_prompt, check_function
+from quire.server.chat.prompt import chat_prompt
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params

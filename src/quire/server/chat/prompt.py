@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import Grammar
+from quire.engine.model_format import Message, OutputGrammar, ToolChoice, check_tools, tool_name
 from quire.server.context import ServedModel
-from quire.server.model_format import Message, OutputGrammar, ToolChoice
 from quire.server.request.schema import ChatBody, Json
 from quire.text.chat_template import plain_messages, render
 
-MAX_TOOLS = 1024
-_MODES = ("none", "auto", "required")
 _OUTPUT_SHARE = 8  # an eighth of the context is reserved for the output if max_tokens is unset
 
 
@@ -118,55 +116,13 @@ def _tools_and_choice(body: ChatBody) -> tuple[list[dict[str, Json]], ToolChoice
     )
 
 
-def check_tools(
-    tools: list[dict[str, object]] | None, *, mode: str | None = None, name: str | None = None
-) -> ToolChoice:
-    """Validates tools and tool_choice. Unset means "auto"."""
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise InvalidParameter(f"There are {len(tools)} tools; the limit is {MAX_TOOLS}.", param="tools")
-    names = [_tool_name(tool, place) for place, tool in enumerate(tools or [])]
-    if name is not None:
-        if name not in names:
-            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools.", param="tool_choice")
-        return ToolChoice("named", name)
-    if mode is None:
-        return ToolChoice()
-    if mode not in _MODES:
-        raise InvalidParameter(
-            f"tool_choice is {shown(mode)}; it may be 'none', 'auto', 'required' or name one function.",
-            param="tool_choice",
-        )
-    if mode == "required" and not names:
-        raise InvalidParameter("tool_choice requires a call, but there are no tools.", param="tool_choice")
-    return ToolChoice(mode)
-
-
 def _allowed_tools(tools: list[dict[str, object]], allowed: Iterable[str]) -> list[dict[str, object]]:
     allowed_names = set(allowed)
-    names = [_tool_name(tool, place) for place, tool in enumerate(tools)]
+    names = [tool_name(tool, place) for place, tool in enumerate(tools)]
     if missing := allowed_names.difference(names):
         unknown = shown(min(missing))
         raise InvalidParameter(f"tool_choice allows {unknown}, which is not among tools.", param="tool_choice")
     return [tool for name, tool in zip(names, tools, strict=True) if name in allowed_names]
-
-
-def _tool_name(tool: Mapping[str, object], place: int) -> str:
-    function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        function = {}
-    shape = '{"type": "function", "function": {"name": …}}'
-    name, parameters = function.get("name"), function.get("parameters")
-    return check_function(name, parameters, f"tools[{place}]", shape, "function.parameters")
-
-
-def check_function(name: object, parameters: object, where: str, shape: str, schema_field: str) -> str:
-    """Validates a declared function and returns its name. `shape` and `schema_field` are the API's, for errors."""
-    if not isinstance(name, str) or not name:
-        raise InvalidParameter(f"{where} must be {shape}.", param=where)
-    if not isinstance(parameters, Mapping | None):
-        schema = f"{where}.{schema_field}"
-        raise InvalidParameter(f"{schema} must be a JSON schema: an object, not {shown(parameters)}.", param=schema)
-    return name
 
 
 def _min_tokens(message: Mapping[str, object]) -> int:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
+from quire.engine.model_format import OutputGrammar
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
-from quire.server.model_format import OutputGrammar
 from quire.server.prompt_group import submit
 from quire.server.request.params import (
     GenerationRequest,

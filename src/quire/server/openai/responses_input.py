@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.engine.model_format import check_function
 from quire.server.chat.messages import MessageBuilder, refused_part, text_field
-from quire.server.chat.prompt import check_function
 from quire.server.request.schema import (
     ChatBody,
     ChosenTools,

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import msgspec
 
 from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError, shown
-from quire.core.sampling import Grammar, GrammarKind
+from quire.core.sampling import MAX_CHOICES, Grammar, GrammarKind
 from quire.grammar.relaxed_schema import relax_schema
 from quire.server.request.decode import MAX_DEPTH, nests_deeper
 from quire.server.request.schema import Json, ResponseFormat, SamplingBody, StructuredOutputs
 
-MAX_CHOICES = 1024
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _NOT_SERVED = {
     "structural_tag": "use tools",

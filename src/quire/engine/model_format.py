@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import quote
 
-from quire.core.errors import InvalidGrammar
+from quire.core.errors import InvalidGrammar, InvalidParameter, shown
 from quire.core.sampling import Grammar
 from quire.grammar.relaxed_schema import relax_schema
 from quire.output_parsing.events import OutputEvent, OutputParser, ToolArguments, ToolStart
@@ -29,6 +29,9 @@ from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
 DeclaredTool = Mapping[str, object]  # in OpenAI's shape, validated by `check_tools`
+
+MAX_TOOLS = 1024
+_MODES = ("none", "auto", "required")
 
 
 class ToolChoice(NamedTuple):
@@ -207,3 +210,45 @@ def _enforceable(tools: Sequence[Tool]) -> _EnforceableTools:
             not_enforced += [f"tools.{quote(tool.name)}{where}" for where in relaxed.not_enforced]
         enforceable.append(tool)
     return _EnforceableTools(enforceable, tuple(not_enforced))
+
+
+def check_tools(
+    tools: Sequence[DeclaredTool] | None, *, mode: str | None = None, name: str | None = None
+) -> ToolChoice:
+    """Validates tools and tool_choice. Unset means "auto"."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise InvalidParameter(f"There are {len(tools)} tools; the limit is {MAX_TOOLS}.", param="tools")
+    names = [tool_name(tool, place) for place, tool in enumerate(tools or [])]
+    if name is not None:
+        if name not in names:
+            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools.", param="tool_choice")
+        return ToolChoice("named", name)
+    if mode is None:
+        return ToolChoice()
+    if mode not in _MODES:
+        raise InvalidParameter(
+            f"tool_choice is {shown(mode)}; it may be 'none', 'auto', 'required' or name one function.",
+            param="tool_choice",
+        )
+    if mode == "required" and not names:
+        raise InvalidParameter("tool_choice requires a call, but there are no tools.", param="tool_choice")
+    return ToolChoice(mode)
+
+
+def tool_name(tool: Mapping[str, object], place: int) -> str:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        function = {}
+    shape = '{"type": "function", "function": {"name": …}}'
+    name, parameters = function.get("name"), function.get("parameters")
+    return check_function(name, parameters, f"tools[{place}]", shape, "function.parameters")
+
+
+def check_function(name: object, parameters: object, where: str, shape: str, schema_field: str) -> str:
+    """Validates a declared function and returns its name. `shape` and `schema_field` are the API's, for errors."""
+    if not isinstance(name, str) or not name:
+        raise InvalidParameter(f"{where} must be {shape}.", param=where)
+    if not isinstance(parameters, Mapping | None):
+        schema = f"{where}.{schema_field}"
+        raise InvalidParameter(f"{schema} must be a JSON schema: an object, not {shown(parameters)}.", param=schema)
+    return name
