@@ -82,7 +82,9 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Complete one or many prompts, as `LLM.generate`."""
         many = as_prompts(prompts)
-        return await self._outputs(many, self._llm.params_for(many, sampling_params), options_of(options))
+        return await self._outputs(
+            many, self._llm.params_for(many, sampling_params), options_of(options, with_progress=False)
+        )
 
     async def chat(
         self,
@@ -107,7 +109,7 @@ class AsyncLLM:
         prompts = [llm.chat_ids(text) for text in texts]
         given = llm.params_for(prompts, llm.chat_defaults() if sampling_params is None else sampling_params)
         params = [chat_params(each, llm.model_format, chat, text) for each, text in zip(given, texts, strict=True)]
-        outputs = await self._outputs(prompts, params, options_of(options))
+        outputs = await self._outputs(prompts, params, options_of(options, with_progress=False))
         for output, text in zip(outputs, texts, strict=True):
             for completion in output.outputs:
                 parse_chat(completion, llm.model_format, chat, text)
@@ -118,7 +120,9 @@ class AsyncLLM:
     ) -> list[EmbeddingOutput]:
         """Embeddings of one or many prompts, as `LLM.embed`."""
         many = as_prompts(prompts)
-        outputs = await self._outputs(many, [EMBEDDING] * len(many), options_of(options), pooled=True)
+        outputs = await self._outputs(
+            many, [EMBEDDING] * len(many), options_of(options, with_progress=False), pooled=True
+        )
         return [as_embedding(output) for output in outputs]
 
     async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringOutput]:

@@ -121,5 +121,5 @@ def test_an_unknown_parameter_is_named_with_the_known_ones(narrow):
 
 def test_a_stream_has_no_progress_bar(narrow):
     for ask, prompt in ((narrow.stream, "a"), (narrow.stream_chat, [{"role": "user", "content": "a"}])):
-        with pytest.raises(TypeError, match="There is no parameter use_tqdm; a stream draws no bar"):
+        with pytest.raises(TypeError, match="There is no parameter use_tqdm; no bar is drawn here"):
             ask(prompt, use_tqdm=False)

@@ -66,7 +66,7 @@ def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> Requ
         if name not in RequestOptionsDict.__annotations__:
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
             if name == "use_tqdm":
-                instead = "use progress=True or False" if with_progress else "a stream draws no bar"
+                instead = "use progress=True or False" if with_progress else "no bar is drawn here; omit it"
             raise TypeError(f"There is no parameter {name}; {instead}.")
     return RequestOptions(**given)
 
