@@ -25,6 +25,7 @@ GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
+SPECULATIVE = ("off", "ngram", "tree", "ngram+tree", "auto")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 8192  # default max_num_batched_tokens
@@ -169,6 +170,11 @@ class EngineConfig:
         "--host-kv-memory", 0, 0, 2**60,
         "Bytes of host memory for KV blocks evicted from the device, e.g. 8GiB.", unit="bytes",
     )  # fmt: skip
+    speculative: str = _choice(
+        "--speculative", "off", SPECULATIVE,
+        "Draft tokens and verify several in a step; outputs stay the same. ngram: from the request's own text; tree: "
+        "from earlier requests with the same prefix; auto: both.",
+    )  # fmt: skip
     overcommit: str = _choice(
         "--overcommit", "hedge", OVERCOMMITS,
         "How much KV cache is overcommitted: never preempt, hedge, or optimistic.",
@@ -233,6 +239,7 @@ class SettingsDict(TypedDict, total=False):
     run_ahead: int | None
     enable_prefix_caching: bool
     host_kv_memory: int | str
+    speculative: str
     overcommit: str
     itl_target_ms: float | None
     ttft_target_ms: float | None
@@ -364,6 +371,7 @@ class ResolvedConfig:
     num_host_blocks: int
     workspace_bytes: int  # left free on a GPU for activations, logits and CUDA graphs
     reasons: dict[str, str] = field(default_factory=dict)
+    drafters: tuple[str, ...] = ()  # of speculative decoding
 
 
 def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
@@ -424,7 +432,34 @@ def resolve(
         num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
         workspace_bytes=workspace,
         reasons=reasons,
+        drafters=_resolve_drafters(config, machine, reasons),
     )
+
+
+def _resolve_drafters(config: EngineConfig, machine: MachineInfo, reasons: dict[str, str]) -> tuple[str, ...]:
+    """The drafters of speculative decoding, by name; none: it is off."""
+    caches = _resolve_regime(config, {}) == "prefix"
+    derived = config.speculative == "auto"
+    names = ("ngram", "tree") if derived else tuple(config.speculative.split("+"))
+    if config.speculative == "off":
+        return ()
+    reasons["speculative"] = "you"
+    if derived and machine.device != "cpu":
+        reasons["speculative"] = "CPUs only"
+        return ()
+    if machine.device != "cpu":
+        raise ConfigError(
+            f"speculative is {config.speculative}, and the model runs on {machine.device}: drafts are verified on CPUs "
+            f"only so far. Omit --speculative, or use --device cpu.",
+            param="speculative",
+        )
+    if "tree" in names and not caches and not derived:
+        raise ConfigError(
+            f"speculative is {config.speculative}, which drafts from the prefix cache, and prefix caching is off. Use "
+            f"--speculative ngram, or omit --no-enable-prefix-caching and --regime.",
+            param="speculative",
+        )
+    return tuple(name for name in names if name != "tree" or caches)
 
 
 def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:

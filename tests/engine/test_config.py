@@ -268,3 +268,12 @@ def test_a_single_row_gets_the_whole_context_whatever_the_block_size(positions: 
     numbers = resolve(EngineConfig(max_num_seqs=1, block_size=block_size), spec, PER_TOKEN, CPU)
     assert numbers.max_model_len == positions
     assert numbers.reasons["max_model_len"] == "the model"
+
+
+def test_drafters_are_those_asked_for_and_on_a_gpu_none_yet() -> None:
+    assert resolved().drafters == resolved(speculative="off").drafters == ()
+    assert resolved(speculative="ngram").drafters == ("ngram",)
+    assert resolved(speculative="auto").drafters == resolved(speculative="ngram+tree").drafters == ("ngram", "tree")
+    assert resolved(GPU, speculative="auto").drafters == ()
+    with pytest.raises(ConfigError, match="the model runs on cuda: drafts are verified on CPUs only so far"):
+        resolved(GPU, speculative="ngram")

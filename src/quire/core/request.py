@@ -118,7 +118,9 @@ class RequestGroup:
         "arrived_s",
         "events",
         "has_first_token",
+        "num_accepted",
         "num_cached",
+        "num_drafted",
         "num_preemptions",
         "num_uncached",
         "order",
@@ -138,6 +140,8 @@ class RequestGroup:
         self.was_assigned = False
         self.has_first_token = False  # one of its sequences has emitted a token
         self.admitted_s: float | None = None  # when it first got rows
+        self.num_drafted = 0  # drafts verified
+        self.num_accepted = 0  # tokens gained by them
         self.num_cached = 0  # prompt tokens found in the cache at its first admission
         self.num_uncached = len(request.prompt)  # that the cache did not hold when it came: which lane it waits in
         self.events: list[RequestEvent] = []

@@ -35,6 +35,13 @@ class FinishedSequence(NamedTuple):
     by_token: bool = False  # its last token is an end token, and no part of the text
 
 
+class DraftCounts(NamedTuple):
+    """Drafts that a sequence verified in a step, and tokens that it gained by them."""
+
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Sequence `sequences[i]` gained `tokens[i]`. One that gained several occurs several times, in their order."""
@@ -47,6 +54,7 @@ class StepOutput:
     logprobs: dict[int, tuple[TopLogprobs, ...]] = field(default_factory=dict)  # of each of its tokens
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
+    drafts: dict[int, DraftCounts] = field(default_factory=dict)
 
     def numbers(self, number_of: Callable[[int], int | None]) -> set[int]:
         """The requests with output in this step. `number_of` gives the request of a sequence."""
@@ -66,6 +74,7 @@ class StepOutput:
             {name: scores for name, scores in self.logprobs.items() if number_of(name) == number},
             {name: scores for name, scores in self.prompt_logprobs.items() if number_of(name) == number},
             {name: vector for name, vector in self.pooled.items() if number_of(name) == number},
+            {name: counts for name, counts in self.drafts.items() if number_of(name) == number},
         )
 
     @property

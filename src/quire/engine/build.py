@@ -37,6 +37,7 @@ from quire.kernels.select import KernelChoice, precompiling_for, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
+from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner, time_steps, warm_up
 from quire.sched.batching import MAX_STEP_S
@@ -228,6 +229,7 @@ def _runner(
         capture_share=_SERVING_CAPTURE_SHARE if serving else 1.0,
         kept_bytes=max(resolved.workspace_bytes - GIB, 0),
         capture_graphs=choice.capturable,
+        drafters=drafters_of(resolved.drafters),
     )
 
 

@@ -23,6 +23,7 @@ from quire.sched.policy import REGIMES, CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import MAX_DRAFTS, SpeculationPolicy
 
 _MAX_GRAMMAR_THREADS = 8  # of masks that take long
 
@@ -139,6 +140,9 @@ def make_scheduler(
         captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
+        speculation=SpeculationPolicy(
+            max_drafts=MAX_DRAFTS if resolved.drafters else 0, tree="tree" in resolved.drafters
+        ),
     )
     kv = KVManager(
         resolved.num_blocks,

@@ -131,6 +131,11 @@ class OutputProcessor:
         for name, total in output.pooled.items():
             if name in self._sequences:
                 self._requests[int(self._sequences[name].request_id)].embedding = unit(total)
+        for name, drafts in output.drafts.items():
+            if name in self._sequences:
+                metrics = self._requests[int(self._sequences[name].request_id)].metrics
+                metrics.num_drafted_tokens += drafts.drafted
+                metrics.num_accepted_tokens += drafts.accepted
         deltas: dict[int, Delta] = {}
         stops: list[StopSequence] = []
         ended = {over.sequence: over for over in output.finished if over.sequence in self._sequences}

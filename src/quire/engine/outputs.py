@@ -72,6 +72,8 @@ class RequestMetrics:
     seated_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the cache
+    num_drafted_tokens: int = 0  # verified by speculative decoding
+    num_accepted_tokens: int = 0  # of those, accepted
 
     @property
     def queue_s(self) -> float | None:

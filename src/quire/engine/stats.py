@@ -133,6 +133,16 @@ class EngineStats:
     forks: int
     moved_blocks: int
     lost_steps: int
+    drafted_tokens: int  # speculative decoding: verified
+    accepted_tokens: int
+    accepted_at_1: int  # of those, first drafts of a row in a step, and so on
+    accepted_at_2: int
+    accepted_at_3: int
+    accepted_at_4: int
+    accepted_at_5: int
+    accepted_at_6: int
+    accepted_at_7: int
+    accepted_at_8: int
     steps_itl: int  # steps whose prompt tokens this bound limited
     steps_load: int
     steps_backlog: int
@@ -174,6 +184,9 @@ def stats_of(engine: Engine) -> EngineStats:
         forks=counters.forks,
         moved_blocks=counters.moved_blocks,
         lost_steps=counters.lost_steps,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        **{f"accepted_at_{place}": count for place, count in enumerate(counters.accepted_at, 1)},
         steps_itl=paced.get(StepBound.ITL, 0),
         steps_load=paced.get(StepBound.LOAD, 0),
         steps_backlog=paced.get(StepBound.BACKLOG, 0),

@@ -126,6 +126,10 @@ class KVManager:
         """The longest cached prefix of tokens[:limit]. Reads only: hold it with `open` before the tree changes."""
         return None if self.tree is None or limit <= 0 else self.tree.match(owner.partition, tokens, limit)
 
+    def continuation(self, owner: BlockOwner, tokens: IntArray, limit: int) -> IntArray:
+        """What earlier requests of the partition went on with after these tokens, up to `limit` tokens."""
+        return NO_BLOCKS if self.tree is None else self.tree.continuation(owner.partition, tokens, limit)
+
     def touch(self, match: PrefixMatch | None) -> None:
         """Mark a match as used: a request that waits keeps its prefix from being the next to be evicted."""
         if match is not None and self.tree is not None:

@@ -58,6 +58,14 @@ class SortedKeys:
             near = near + self._pieces[at + 1][:1]
         return near
 
+    def starting_with(self, run: bytes) -> Iterator[bytes]:
+        """The keys that begin with a run, in order."""
+        for piece in self._pieces[bisect_right(self._bounds, run) :]:
+            for key in piece[bisect_left(piece, run) :]:
+                if not key.startswith(run):
+                    return
+                yield key
+
     def __len__(self) -> int:
         return sum(len(piece) for piece in self._pieces)
 

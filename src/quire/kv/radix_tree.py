@@ -9,6 +9,7 @@ Moves must be carried out in the order of the calls that returned them: their so
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, EvictionQueue
-from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, encode
+from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, decode, encode
 from quire.kv.trie import Trie
 
 
@@ -59,6 +60,7 @@ class Evicted(NamedTuple):
 
 
 MAX_PARTITIONS_COMPARED = 8  # to explain a miss
+MAX_CHILDREN_COMPARED = 64  # to find a continuation
 _NEVER_SEEN = CacheMiss(CacheMissKind.NEVER_SEEN)
 Demote = Callable[[Node, int], bool]  # whether the last n blocks of a node are demoted to the host rather than dropped
 
@@ -141,6 +143,30 @@ class RadixTree:
         if source is None or not num_tokens:
             return None
         return PartialBlock(Place(source.tier, BlockId(source.blocks.item(at))), num_tokens)
+
+    def continuation(self, partition: str, tokens: IntArray, limit: int) -> IntArray:
+        """Up to `limit` tokens that the tree has after all of these; of several branches the last used. Reads only."""
+        data, block_bytes = encode(tokens), self._trie.block_bytes
+        node, at, length = self._trie.root(partition), 0, 0
+        while length == len(node.tokens) and (child := node.children.get(data[at : at + block_bytes])) is not None:
+            common = self._trie.common(child, data, at)
+            if not common:
+                break
+            node, length = child, common
+            at += length
+        run = data[at:]
+        if run and length == len(node.tokens):  # the tokens end inside the first block of a child
+            children = [node.children[key] for key in islice(node.keys.starting_with(run), MAX_CHILDREN_COMPARED)]
+            if not children:
+                return NO_BLOCKS
+            node, length = max(children, key=_last_use), 0
+        elif node.tokens[length : length + len(run)] != run:
+            return NO_BLOCKS
+        found = [node.tokens[length + len(run) :]]
+        while node.children and sum(map(len, found)) < limit * TOKEN_BYTES:
+            node = max(islice(node.children.values(), MAX_CHILDREN_COMPARED), key=_last_use)
+            found.append(node.tokens)
+        return np.array(decode(b"".join(found)[: limit * TOKEN_BYTES]), dtype=np.int32)
 
     def touch(self, match: PrefixMatch) -> PrefixMatch:
         """Mark a match as used just now. Its nodes are split where its parts end; the same match with these nodes."""
@@ -450,6 +476,10 @@ class RadixTree:
                     assert not evictable_above, f"the held {node} is below the evictable {parent}"
                 assert node in queue or not queue.is_evictable(node), f"the evictable {node} is not queued"
             assert num_evictable == pool.num_evictable, f"evictable {tier.value} blocks are not in the tree"
+
+
+def _last_use(node: Node) -> int:
+    return node.last_use
 
 
 def _find(node: Node, tier: Tier, block: int) -> int:

@@ -101,8 +101,8 @@ def find_suffix(text: IntArray, tokens: IntArray) -> int | None:
         return None
     ends = np.flatnonzero(text == tokens[-1])
     for number in range(1, longest):
-        ends = ends[ends >= number]
-        longer = ends[text[ends - number] == tokens[-1 - number]]
+        longer = ends[ends >= number]
+        longer = longer[text[longer - number] == tokens[-1 - number]]
         if not len(longer):
             return None if number < MIN_NGRAM else int(ends[-1]) + 1
         ends = longer

@@ -209,7 +209,7 @@ class Admission:
         row = state.rows.take_row()
         num_cached = state.kv.open(row, group.owner, claim.match, claim.leader_blocks)
         state.rows.assign(leader, row, builder.step, num_cached)
-        builder.assign(leader, state.kv.tables.of(row).copy())
+        builder.assign(leader, state.kv.tables.of(row).copy(), state.continuation(leader))
         state.rows.mark_started(row)
         if claim.siblings:
             self._assign_siblings(leader, claim, builder.step)

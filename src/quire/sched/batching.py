@@ -117,7 +117,8 @@ class StepBatcher:
         builder.appends.extend(self._state.appends)
         for sequence in self._state.forked:
             assert sequence.row is not None, sequence
-            builder.assign(sequence, self._state.kv.tables.of(sequence.row).copy())
+            continuation = self._state.continuation(sequence)
+            builder.assign(sequence, self._state.kv.tables.of(sequence.row).copy(), continuation)
 
     def schedule_host_driven(self, builder: PlanBuilder) -> None:
         for sequence in tuple(self._state.host_driven):

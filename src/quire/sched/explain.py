@@ -192,6 +192,8 @@ class Explanation:
     paced_by: tuple[tuple[StepBound, int], ...]  # what sized the steps from the first admission to the first token
     ending: Finish | None
     slow_steps: SlowSteps = NO_SLOW_STEPS
+    num_drafted: int = 0  # drafts verified
+    num_accepted: int = 0
 
     def running_steps(self, now_step: int) -> range:
         """From the first admission to the end, or to `now_step`."""
@@ -217,6 +219,9 @@ class Explanation:
         lines += [(each.step, 0, _interruption_text(each)) for each in self.interruptions]
         if self.slow_steps.num_steps:
             lines.append((self.admissions[0].step, 6, _slow_text(self.slow_steps)))
+        if self.num_drafted:
+            words = f"from here on gained {_tokens(self.num_accepted)} by {self.num_drafted} drafts"
+            lines.append((self.admissions[0].step, 7, words))
         if self.ending is not None:
             lines.append((self.ending.step, 9, f"finished: {self.ending.reasons}"))
         return tuple(f"step {step}: {words}" for step, _, words in sorted(lines))
@@ -245,6 +250,8 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         first_token_step=first_step,
         paced_by=tuple(paced.items()),
         ending=None if ended is None else Finish(ended.step, ended.detail),
+        num_drafted=group.num_drafted,
+        num_accepted=group.num_accepted,
     )
 
 

@@ -57,8 +57,8 @@ class PlanBuilder:
         self._granted_rows: list[Row] = []  # one entry per block
         self._granted: list[IntArray] = []
 
-    def assign(self, sequence: Sequence, blocks: IntArray) -> None:
-        """A sequence starts on its row, with the blocks it already has."""
+    def assign(self, sequence: Sequence, blocks: IntArray, continuation: IntArray = _NONE) -> None:
+        """A sequence starts on its row, with the blocks it already has, and a continuation to draft from."""
         assert sequence.row is not None, sequence
         request = sequence.request
         self.starts.append(
@@ -70,6 +70,7 @@ class PlanBuilder:
                 num_prompt=len(request.prompt),
                 max_length=request.max_length,
                 sampling=request.sampling,
+                continuation=continuation,
             )
         )
         self.grant(sequence.row, blocks)

@@ -29,7 +29,7 @@ from quire.core.step import (
     TopLogprobs,
     Verified,
 )
-from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
+from quire.core.step_output import DraftCounts, FinishedSequence, FirstToken, StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.admission import Admission
 from quire.sched.batching import StepBatcher
@@ -151,8 +151,10 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert result.step == flight.step == self._state.last_absorbed + 1, (result.step, flight.step)
         self._state.last_absorbed = result.step
+        drafts: dict[int, DraftCounts] = {}
         if len(flight.drafts):
-            flight = self._absorb_drafts(flight, result.verified)
+            drafts = self._absorb_drafts(flight.drafts, result.verified)
+            flight = flight._replace(shape=flight.shape.with_drafts(int(result.verified.drafted.sum())))
         self._observe(flight, now_s)
         rows = self._state.rows
         rows.note(result)
@@ -182,7 +184,8 @@ class Scheduler:
         self._state.release_up_to(result.step)
         finished, self._state.unreported = finished + self._state.unreported, []
         ends = tuple([_finished_sequence(sequence) for sequence in finished])
-        return StepOutput(result.step, emitters, tokens, _first_tokens(first, finished), ends, logprobs, scores, pooled)
+        first_tokens = _first_tokens(first, finished)
+        return StepOutput(result.step, emitters, tokens, first_tokens, ends, logprobs, scores, pooled, drafts)
 
     def overdue(self) -> StepOutput | None:
         """Sequences that finished without a step to report them with, if there are any."""
@@ -248,7 +251,7 @@ class Scheduler:
     def counters(self) -> Counters:
         """Totals since the start, as a copy."""
         counters = self._state.counters
-        return replace(counters, paced_steps=dict(counters.paced_steps))
+        return replace(counters, paced_steps=dict(counters.paced_steps), accepted_at=list(counters.accepted_at))
 
     def group(self, request_id: RequestId) -> RequestGroup | None:
         return self._state.groups.get(request_id)
@@ -361,16 +364,27 @@ class Scheduler:
 
     # Absorbing.
 
-    def _absorb_drafts(self, flight: _StepInFlight, verified: Verified) -> _StepInFlight:
-        """Correct the positions of rows by what they gained; the step as it was computed."""
-        state, drafts, accepted = self._state, flight.drafts, verified.accepted
+    def _absorb_drafts(self, drafts: Drafts, verified: Verified) -> dict[int, DraftCounts]:
+        """Correct the positions of rows by what they gained; the drafts of each sequence."""
+        state, accepted = self._state, verified.accepted
         assert len(verified) == len(drafts), (len(verified), len(drafts))
         state.calendar.absorb_drafts(drafts.rows.astype(np.intp), drafts.counts, accepted)
         state.governor.note(drafts.rows, verified.drafted, accepted)
-        num_drafted = int(verified.drafted.sum())
-        state.counters.drafted_tokens += num_drafted
+        counts: dict[int, DraftCounts] = {}
+        for row, drafted, gained in zip(
+            drafts.rows.tolist(), verified.drafted.tolist(), accepted.tolist(), strict=True
+        ):
+            sequence = state.rows.assigned.get(row)
+            if drafted and sequence is not None and not sequence.finished:
+                counts[sequence.id] = DraftCounts(drafted, gained)
+                sequence.group.num_drafted += drafted
+                sequence.group.num_accepted += gained
+        state.counters.drafted_tokens += int(verified.drafted.sum())
         state.counters.accepted_tokens += int(accepted.sum())
-        return flight._replace(shape=flight.shape.with_drafts(num_drafted))
+        for number, count in enumerate(np.bincount(accepted)[1:].tolist(), 1):
+            for place in range(number):
+                state.counters.accepted_at[place] += count
+        return counts
 
     def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
         """A chunk is written: commit its blocks to the tree, requeue followers and fork siblings."""

@@ -22,6 +22,7 @@ _PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that
 _MIN_GAIN = 1.03  # in tokens per second: less is within the error of the cost table
 _FIRST_PROBE = 16  # steps without drafts before a row tries one
 _LAST_PROBE = 1024
+_LIKELY = 0.5
 _ROWS_PER_PROBE = 64  # this many rows have one probe in a step: it costs a small share of the step
 
 
@@ -31,6 +32,7 @@ class SpeculationPolicy:
 
     max_drafts: int = 0  # of one row in one step; 0: no speculation
     governed: bool = True  # False: always as many as possible, for measurements and checks
+    tree: bool = False  # rows start with what the prefix tree has after their tokens
 
 
 class DraftGovernor:
@@ -94,7 +96,8 @@ class DraftGovernor:
         waiting = (counts == 0) & (limits > 0) & (self._probe_at[rows] <= step)
         spare = min(budget - int(counts.sum()), 1 + len(rows) // _ROWS_PER_PROBE)
         probing = np.flatnonzero(waiting)[: max(spare, 0)]
-        counts[probing] = 1
+        counts[probing] = np.maximum(np.count_nonzero(gains[probing] > _LIKELY, axis=1), 1)  # measures their cost, too
+        counts = _within(counts, budget)
         self._probe_at[rows[counts > 0]] = step + self._probe_interval[rows[counts > 0]]
         return counts
 

@@ -27,7 +27,7 @@ from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import Deadlines, WaitingQueue
 from quire.sched.reservation import LengthQuantile
 from quire.sched.rows import RowAllocator
-from quire.sched.speculation import DraftGovernor
+from quire.sched.speculation import MAX_DRAFTS, DraftGovernor
 
 
 @dataclass(slots=True)
@@ -47,9 +47,11 @@ class Counters:
     lost_steps: int = 0
     drafted_tokens: int = 0  # drafts that were verified
     accepted_tokens: int = 0  # of those, tokens gained beyond one per row and step
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # of those, by the number of the draft
     paced_steps: dict[StepBound, int] = field(default_factory=dict)  # steps whose prompt tokens a bound limited
 
 
+_NONE: IntArray = np.empty(0, dtype=np.int32)
 MAX_REQUEUED = 128  # groups per step: about a millisecond
 
 
@@ -276,6 +278,13 @@ class SchedulerState:
         if self.calendar.is_active(sequence.row):
             return self.calendar.position_at(sequence.row, self.last_planned) + 1
         return sequence.num_planned
+
+    def continuation(self, sequence: Sequence) -> IntArray:
+        """What the prefix tree has after the known tokens of a sequence that may have drafts."""
+        request, drafts = sequence.request, self.policy.speculation
+        if not (drafts.max_drafts and drafts.tree) or request.beam is not None or request.sampling.masked:
+            return _NONE
+        return self.kv.continuation(sequence.group.owner, sequence.tokens, request.max_length - sequence.num_tokens)
 
     def num_freed(self, group: RequestGroup) -> int:
         """Blocks and reservations that preempting the whole group would free."""

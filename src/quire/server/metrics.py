@@ -21,6 +21,7 @@ from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.sched.pacing import StepBound
+from quire.sched.speculation import MAX_DRAFTS
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.request_context import RequestRecord
 
@@ -33,6 +34,7 @@ _REASONS = frozenset(reason.value for reason in FinishReason)
 _BOUNDS = tuple(bound.value for bound in StepBound)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
             "forks", "moved_blocks", "lost_steps", "replayed_steps", "eager_steps", "eager_s", "capture_s",
+            "drafted_tokens", "accepted_tokens", *(f"accepted_at_{place}" for place in range(1, MAX_DRAFTS + 1)),
             *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
@@ -209,6 +211,8 @@ class EngineGauges(Collector):
             "sampled_tokens": ("sampled_tokens", "Tokens sampled, counted at each step."),
             "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
             "num_preemptions": ("preemptions", "Preemptions of running requests."),
+            "spec_decode_num_draft_tokens": ("drafted_tokens", "Drafts verified by speculative decoding."),
+            "spec_decode_num_accepted_tokens": ("accepted_tokens", "Of those, accepted."),
             "forks": ("forks", "Sequences forked from another one."),
             "moved_blocks": ("moved_blocks", "KV blocks copied, swapped or promoted."),
             "lost_steps": ("lost_steps", "Steps lost by a failure of the runner."),
@@ -224,6 +228,11 @@ class EngineGauges(Collector):
         for bound in _BOUNDS:
             paced.add_metric([bound], self.total(f"steps_{bound}"))
         yield paced
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their number in a row and step."
+        places = CounterMetricFamily(f"quire_{name}", text, labels=["position"])
+        for place in range(1, MAX_DRAFTS + 1):
+            places.add_metric([str(place - 1)], self.total(f"accepted_at_{place}"))
+        yield places
         yield from self._gauges(stats)
         yield self._memory_gauge(stats)
 
@@ -269,6 +278,7 @@ def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
 
 _SAME_NAME = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",

@@ -74,8 +74,13 @@ def usage(
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
     total = running_usage(prompt, 0 if without_tokens else completion)
     total["prompt_tokens_details"] = {"cached_tokens": cached}
-    if num_reasoning_tokens:
-        total["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    details = {"reasoning_tokens": num_reasoning_tokens} if num_reasoning_tokens else {}
+    drafted = sum(output.metrics.num_drafted_tokens for output in outputs)
+    if drafted:
+        accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    if details:
+        total["completion_tokens_details"] = details
     return total
 
 

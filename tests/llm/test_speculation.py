@@ -1,0 +1,114 @@
+"""Outputs with and without drafts are the same, token by token and score by score, on real models."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.core.errors import ConfigError
+from quire.sched.speculation import DraftGovernor, SpeculationPolicy
+from tests.sched.inspection import state_of
+
+PROMPTS = ["the cat sat on the mat, the cat sat", "abcabcabcabc", "x", "zyxwvutsrqponm zyxwvutsr"]
+KINDS = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 1.0, "seed": 3},
+    "cut": {"temperature": 0.7, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.5, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    "bias": {"temperature": 0, "logit_bias": {70: 4.0, 71: -3.0}, "bad_words": ["ab"]},
+    "logprobs": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
+    "ends": {"temperature": 1.0, "seed": 4, "min_tokens": 6, "stop_token_ids": list(range(60, 90))},
+    "stop": {"temperature": 0, "stop": ["a", "e"]},
+    "siblings": {"temperature": 0.9, "seed": 8, "n": 3},
+}  # fmt: skip
+
+
+def always(llm: LLM) -> LLM:
+    """The same engine, with as many drafts as there are, whether they pay or not."""
+    scheduler = llm._built.engine.scheduler
+    policy = SpeculationPolicy(max_drafts=5, governed=False, tree=True)
+    state_of(scheduler).governor = DraftGovernor(policy, scheduler.cost, scheduler.max_rows)
+    return llm
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[tuple[LLM, LLM]]:
+    settings = {"dtype": request.param, "max_num_seqs": 6, "quantization": "none"}
+    yield LLM(str(tiny_folder), **settings), always(LLM(str(tiny_folder), speculative="auto", **settings))
+
+
+def said(outputs: list[RequestOutput]) -> list[object]:
+    return [
+        (
+            each.prompt_logprobs,
+            [(o.token_ids, o.text, o.finish_reason, o.stop_reason, o.logprobs) for o in each.outputs],
+        )
+        for each in outputs
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_the_same(pair: tuple[LLM, LLM], kind: str) -> None:
+    """Twice: the second time the prefix tree has the outputs of the first, and most drafts are right."""
+    plain, drafting = pair
+    params = SamplingParams(max_tokens=24, **KINDS[kind])
+    for _ in range(2):
+        assert said(drafting.generate(PROMPTS, params)) == said(plain.generate(PROMPTS, params))
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens > 0
+    assert plain._built.engine.scheduler.counters.drafted_tokens == 0
+
+
+def test_outputs_are_the_same_beside_prompts_and_under_pressure(tiny_folder: Path) -> None:
+    """Long prompts in chunks beside rows that draft, and a cache for two of five: preemption and swapping."""
+    settings = {"dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 16, "max_model_len": 128}
+    settings |= {"kv_cache_memory": 12 * 16 * 2 * 2 * 2 * 16 * 4, "host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    prompts = [text * 2 for text in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = LLM(str(tiny_folder), **settings).generate(prompts, params)
+    drafting = always(LLM(str(tiny_folder), speculative="ngram+tree", **settings))
+    for _ in range(2):
+        assert said(drafting.generate(prompts, params)) == said(plain)
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.preemptions > 0 and counters.accepted_tokens > 0
+
+
+def test_a_repeated_request_is_drafted_from_the_tree(tiny_folder: Path) -> None:
+    llm = always(LLM(str(tiny_folder), dtype="float32", speculative="tree"))
+    params = SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)
+    first = llm.generate("no letter twice", params)
+    before = llm._built.engine.scheduler.last_absorbed
+    again = llm.generate("no letter twice", params)
+    assert said(first) == said(again)
+    steps = llm._built.engine.scheduler.last_absorbed - before
+    assert steps <= 1 + -(-30 // 6) + 1, "30 tokens of the tree in steps of 6; its last token was never computed"
+
+
+def test_a_stop_string_drops_the_tokens_behind_it(tiny_folder: Path) -> None:
+    """The tree drafts beyond the stop string, in the same step."""
+    llm = always(LLM(str(tiny_folder), dtype="float32", speculative="tree"))
+    whole = llm.generate("stop here", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0].outputs[0]
+    stop = next(letter for letter in whole.text[3:] if letter.isprintable() and letter not in whole.text[:3])
+    cut = llm.generate("stop here", SamplingParams(temperature=0, max_tokens=20, stop=[stop]))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.stop_reason == stop
+    assert list(cut.token_ids) == list(whole.token_ids)[: len(cut.token_ids)] and len(cut.token_ids) < 20
+
+
+def test_a_stream_brings_every_token_once(tiny_folder: Path) -> None:
+    llm = always(LLM(str(tiny_folder), dtype="float32", speculative="auto"))
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+    whole = llm.generate("abcabcabc", params)[0].outputs[0]
+    deltas = list(llm.stream("abcabcabc", params))
+    assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [entry for delta in deltas for entry in delta.logprobs] == whole.logprobs
+    assert max(len(delta.token_ids) for delta in deltas) > 1, "some steps brought several"
+
+
+def test_the_tree_needs_prefix_caching(tiny_folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="speculative is tree, which drafts from the prefix cache, and prefix caching"
+    ):
+        LLM(str(tiny_folder), speculative="tree", enable_prefix_caching=False)
+    assert LLM(str(tiny_folder), speculative="auto", enable_prefix_caching=False)._built.resolved.drafters == ("ngram",)
