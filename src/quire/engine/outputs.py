@@ -102,6 +102,12 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     embedding: FloatArray | None = None  # of an embedding request, instead of a completion
 
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities of all tokens and their alternatives."""
+        generated = sum(len(entry) for each in self.outputs for entry in each.logprobs or ())
+        return generated + sum(len(entry) for entry in self.prompt_logprobs or () if entry is not None)
+
 
 @dataclass(slots=True)
 class EmbeddingOutput:

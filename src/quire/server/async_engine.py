@@ -3,7 +3,8 @@
 Requests are opened on the event loop. Messages of the engine are processed, and detokenized, on the thread that reads
 them, and delivered to the loop once per message; one lock guards the output processor between the two. Each request has
 one buffer of unread output, in its `RequestStream`: what a slow reader has not fetched is merged, not queued, and is
-bounded in bytes, for each stream and in all. When the engine is lost, every open request fails at once.
+bounded in bytes, for each stream and in all. So are log-probabilities that a response keeps to its end: a short body
+can ask for a gigabyte. When the engine is lost, every open request fails at once.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from quire.engine.outputs import Delta, RequestOutput, failure_of
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront
+from quire.server.fair_shares import ResponseBytes
 from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
 from quire.text.tokenizer import Tokenizer
 
@@ -42,6 +44,8 @@ StreamItem = Delta | RequestOutput
 
 MAX_UNREAD_BYTES = 8 << 20  # of one stream: 200,000 tokens, or 8,000 with five log-probabilities each
 MAX_ALL_UNREAD_BYTES = 64 << 20
+MAX_KEPT_BYTES = 128 << 20  # log-probabilities of one response: 48,000 tokens with 20 each, 250,000 with one
+MAX_ALL_KEPT_BYTES = 256 << 20
 _TOKEN_BYTES, _LOGPROBS_BYTES, _LOGPROB_BYTES = 40, 300, 120  # as objects, measured; of a token's log-probabilities
 
 
@@ -50,6 +54,20 @@ class SlowReader(QuireError):
 
     status = 408
     code = "slow_reader"
+
+
+class ResponseTooLarge(QuireError):
+    """The log-probabilities of a response that is not streamed take too much memory."""
+
+    code = "response_too_large"
+
+
+class TooManyLogprobs(QuireError):
+    """Those of all responses together do, and those of this client the most."""
+
+    status = 503
+    code = "too_many_logprobs"
+    retry_after_s = 1.0
 
 
 class PendingOutput:
@@ -78,13 +96,21 @@ class RequestStream:
     """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
     the engine client does, for a few streams at a time."""
 
-    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "is_behind", "num_waiting_tokens",
-                 "place", "state", "unread")  # fmt: skip
+    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "is_behind", "num_kept_bytes",
+                 "num_waiting_tokens", "place", "response_id", "state", "streaming", "unread")  # fmt: skip
 
     def __init__(
-        self, state: RequestState, context: RequestContext | None, close: Callable[["RequestStream"], None]
+        self,
+        state: RequestState,
+        context: RequestContext | None,
+        close: Callable[["RequestStream"], None],
+        *,
+        streaming: bool = False,
     ) -> None:
         self.state = state
+        self.response_id = state.request_id  # the same for all prompts of one HTTP request
+        self.streaming = streaming  # what was read is not kept
+        self.num_kept_bytes = 0  # log-probabilities
         self.context = context  # of the HTTP request, which may have several prompts; None if no completion follows
         self.place: AdmittedPlace | None = None
         self.num_waiting_tokens = 0  # of its prompt, until the first token
@@ -103,9 +129,19 @@ class RequestStream:
 
     def _num_bytes(self, delta: Delta) -> int:
         """An estimate that adds up when deltas are merged."""
-        num_alternatives = self.state.params.logprobs or 0
-        each = _LOGPROBS_BYTES + _LOGPROB_BYTES * (1 + num_alternatives)
-        return _TOKEN_BYTES * len(delta.token_ids) + len(delta.text) + each * len(delta.logprobs)
+        scored = _scored_bytes(len(delta.logprobs), self.state.params.logprobs)
+        return _TOKEN_BYTES * len(delta.token_ids) + len(delta.text) + scored
+
+    def kept_bytes(self, delta: Delta) -> int:
+        """The log-probabilities that are kept with a delta; with the first one those of the prompt, too."""
+        kept = 0 if self.streaming else _scored_bytes(len(delta.logprobs), self.state.params.logprobs)
+        if self.num_kept_bytes == 0 and self.state.prompt_logprobs is not None:
+            kept += _scored_bytes(len(self.state.prompt_logprobs), self.state.params.prompt_logprobs)
+        return kept
+
+    @property
+    def client(self) -> str:
+        return self.state.request.options.client
 
     def finish(self, output: RequestOutput) -> None:
         self._output = output
@@ -159,6 +195,11 @@ class RequestStream:
             self.is_behind = bool(self._unread)
         elif not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _scored_bytes(num_tokens: int, num_alternatives: int | None) -> int:
+    """An estimate of the log-probabilities of some tokens."""
+    return num_tokens * (_LOGPROBS_BYTES + _LOGPROB_BYTES * (1 + (num_alternatives or 0)))
 
 
 def options_for(context: RequestContext | None, given: RequestOptions) -> RequestOptions:
@@ -222,6 +263,7 @@ class AsyncEngine:
         self._process: EngineProcess | None = None
         self._streams: dict[int, RequestStream] = {}
         self._unread = PendingOutput()
+        self._kept = ResponseBytes()  # log-probabilities
         self._to_wake: dict[RequestStream, bool] = {}  # in this order; whether all output of the request has come
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
@@ -286,8 +328,11 @@ class AsyncEngine:
             state = self._processor.open(
                 prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
-        stream = RequestStream(state, None if state.request.prompt_alone else context, self._close)
+        context_of_stream = None if state.request.prompt_alone else context
+        stream = RequestStream(state, context_of_stream, self._close, streaming=streaming)
         stream.unread = self._unread
+        if context is not None:
+            stream.response_id = context.request_id
         if context is not None and context.place is not None:
             self._add_prompt(stream, context.place)
         self._streams[state.number] = stream
@@ -314,6 +359,7 @@ class AsyncEngine:
         stream.place, stream.num_waiting_tokens = place, num_tokens
 
     def _close(self, stream: RequestStream) -> None:
+        self._forget_kept(stream)
         if self._streams.get(stream.state.number) is stream:
             self._abort(stream.state)
             self._end(stream)
@@ -442,6 +488,8 @@ class AsyncEngine:
             stream.put(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
             if stream.is_behind and failure is None:
                 failure = self._bound_unread(stream)
+            if failure is None and (kept := stream.kept_bytes(delta)):
+                failure = self._bound_kept(stream, kept)
         if failure is not None:  # one sequence failed, and with it the request
             self._abort(stream.state)
             self._end(stream, failure=failure)
@@ -464,6 +512,31 @@ class AsyncEngine:
             if worst is stream:
                 break
         return None
+
+    def _bound_kept(self, stream: RequestStream, num_bytes: int) -> QuireError | None:
+        """The failure of a response whose log-probabilities, with these, take too much. If all do together, the largest
+        of the client with the most fails."""
+        stream.num_kept_bytes += num_bytes
+        self._kept.add(stream.client, stream.response_id, num_bytes)
+        if self._kept.by_response[stream.response_id] > MAX_KEPT_BYTES:
+            return ResponseTooLarge(
+                f"The log-probabilities of this response take more than {MAX_KEPT_BYTES >> 20} MiB: stream it, or "
+                f"lower logprobs, n, max_tokens or the number of prompts.",
+                param="logprobs",
+            )
+        if self._kept.num_bytes > MAX_ALL_KEPT_BYTES:
+            keeping = [each for each in self._streams.values() if each.num_kept_bytes]
+            worst = max(keeping, key=lambda each: self._kept.rank(each.client, each.response_id))
+            failure = TooManyLogprobs("This server holds too many log-probabilities; try again soon, or stream them.")
+            if worst is stream:
+                return failure
+            self._abort(worst.state)
+            self._end(worst, failure=failure)
+        return None
+
+    def _forget_kept(self, stream: RequestStream) -> None:
+        self._kept.add(stream.client, stream.response_id, -stream.num_kept_bytes)
+        stream.num_kept_bytes = 0
 
     def _wake_some(self) -> None:
         """A few streams now, the others in the next iterations of the loop: in between, it serves its sockets."""
@@ -491,6 +564,8 @@ class AsyncEngine:
         """A request ends once: with an output, with a failure, or closed by its reader."""
         state = stream.state
         del self._streams[state.number]
+        if output is None:  # else when the response is written
+            self._forget_kept(stream)
         with self._lock:
             self._processor.drop(state)
         self._start(stream)

@@ -32,6 +32,7 @@ from quire.text.tokenizer import Tokenizer
 
 _LONG_BYTES = 1 << 16  # of a body: its text takes some 50 ms
 _LONG_AT_ONCE = 2
+_FEW_SCORES = 4096  # log-probabilities of a response: written in some 5 ms
 _TYPICAL_TOKEN = 4  # characters
 
 P = ParamSpec("P")
@@ -39,8 +40,8 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Threads for templates and tokenization. Long texts of one client wait for each other, and clients take turns:
-    they never take all threads, so short texts find one."""
+    """Threads for templates, tokenization and log-probabilities. What takes long waits for others of its client, and
+    clients take turns: they never take all threads, so short work finds one."""
 
     def __init__(self) -> None:
         self._slots = FairSlots(_LONG_AT_ONCE)
@@ -50,7 +51,16 @@ class TextThreads:
         context = CURRENT_CONTEXT.get()
         if context is None or context.num_body_bytes <= _LONG_BYTES:
             return await run_in_threadpool(work, *args, **kwargs)
-        client = context.client
+        return await self._run_long(context.client, work, *args, **kwargs)
+
+    async def run_scored(self, num_scores: int, work: Callable[[], T]) -> T:
+        """The result of writing a response with this number of log-probabilities: few are written at once."""
+        context = CURRENT_CONTEXT.get()
+        if num_scores <= _FEW_SCORES:
+            return work()
+        return await self._run_long("" if context is None else context.client, work)
+
+    async def _run_long(self, client: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         await self._slots.acquire(client)
 
         def trimmed() -> T:

@@ -13,7 +13,7 @@ client at or above its share gets nothing while the total is N or more: what is 
 Depends on nothing else.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import NamedTuple
 
 
@@ -69,6 +69,29 @@ class FairShares:
 def reserve_of(limit: int) -> int:
     """Half as much again: a second client may then take its whole equal share at once."""
     return limit // 2
+
+
+class ResponseBytes:
+    """Bytes that responses hold, by response and by client. Those that hold nothing are not remembered."""
+
+    __slots__ = ("by_client", "by_response", "num_bytes")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.by_client: Counter[str] = Counter()
+        self.by_response: Counter[str] = Counter()
+
+    def add(self, client: str, response: str, num_bytes: int) -> None:
+        """Count more; fewer, if it is negative."""
+        self.num_bytes += num_bytes
+        for sums, name in ((self.by_client, client), (self.by_response, response)):
+            sums[name] += num_bytes
+            if not sums[name]:
+                del sums[name]
+
+    def rank(self, client: str, response: str) -> tuple[int, int]:
+        """The highest must give way: a response of the client with the most, and of those the largest."""
+        return self.by_client[client], self.by_response[response]
 
 
 _REMEMBERED_RELEASES = 32

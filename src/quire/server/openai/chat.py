@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: the endpoint, the JSON body, and the stream chunks."""
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,11 +43,14 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
         )
         if generation.stream:
             return await stream(request, _events(chat, response, generation), chat.close, state.keep_alive_s)
-        result = await until_disconnect(request, chat.result(), chat.close)
-    num_reasoning = await chat.num_reasoning_tokens()
-    if generation.params.prompt_logprobs is None:
-        return json_response(response.whole(result, num_reasoning))
-    return await run_in_threadpool(lambda: json_response(response.whole(result, num_reasoning)))  # as completions do
+        try:
+            result = await until_disconnect(request, chat.result())
+            num_reasoning, num_scores = await chat.num_reasoning_tokens(), result.output.num_scores
+            return await model.text_threads.run_scored(
+                num_scores, lambda: json_response(response.whole(result, num_reasoning))
+            )
+        finally:
+            chat.close()
 
 
 async def _events(chat: ChatStream, response: "ChatResponse", generation: GenerationRequest) -> Events:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -61,10 +60,12 @@ async def completions(state: ServerState, request: Request) -> Response:
         if generation.stream:
             events = _events(group, response, generation, len(prompts), at_once)
             return await stream(request, events, group.close, state.keep_alive_s)
-        outputs = await until_disconnect(request, group.outputs(), group.close)
-    if generation.params.prompt_logprobs is None:
-        return json_response(response.whole(outputs))
-    return await run_in_threadpool(lambda: json_response(response.whole(outputs)))  # up to 20 of each prompt token
+        try:
+            outputs = await until_disconnect(request, group.outputs())
+            num_scores = sum(output.num_scores for output in outputs)
+            return await model.text_threads.run_scored(num_scores, lambda: json_response(response.whole(outputs)))
+        finally:
+            group.close()
 
 
 def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedModel) -> list[CompletionPrompt]:
