@@ -27,15 +27,16 @@ def known(times: Percentiles | None) -> Percentiles:
 
 
 @pytest.mark.parametrize(
-    ("shape", "measured_ms"),
+    ("shape", "least_ms", "most_ms"),
     [
-        (StepShape(num_rows=1, num_context=400), 3.98),
-        (StepShape().with_chunk(0, 2048), 44.0),
-        (StepShape().with_chunk(0, 8192), 197.5),
+        (StepShape(num_rows=1, num_context=400), 3.8, 4.0),
+        (StepShape().with_chunk(0, 2048), 44.0, 51.0),
+        (StepShape().with_chunk(0, 8192), 197.5, 210.0),
     ],
 )
-def test_the_simulated_gpu_takes_the_measured_times(shape: StepShape, measured_ms: float) -> None:
-    assert 1000 * H200().predict_s(shape) == pytest.approx(measured_ms, rel=0.05)
+def test_the_simulated_gpu_takes_the_measured_times(shape: StepShape, least_ms: float, most_ms: float) -> None:
+    """Of a few steps behind each other, and of ten seconds of such steps."""
+    assert least_ms <= 1000 * H200().predict_s(shape) <= most_ms
 
 
 def test_a_target_is_kept_and_the_default_one_grows_with_load_and_queue(results: dict[str, LoadSummary]) -> None:

@@ -12,6 +12,7 @@ from quire.sched.pacing import (
     LATE_SHARE,
     LOAD_STRETCH,
     MIN_PREFILL_TOKENS,
+    QUEUE_EFFICIENT,
     UTILIZATION,
     WINDOW_S,
     Demand,
@@ -27,7 +28,7 @@ from quire.sched.pacing import (
 # An 8B model on an H200: 4 ms for the weights, 21 µs a token.
 H200 = Constants(3e-4, 3.9e-3, 2.1e-5, 3.2e-8, 8e-10)
 ROWS = StepShape(num_rows=16, num_context=16_000)
-TARGETS = Targets(itl_s=0.012, ttft_s=0.036, limit_s=0.072)
+TARGETS = Targets(itl_s=0.012, ttft_s=0.036, limit_s=0.072, queue_limit_s=0.1)
 SIZES = (16, 48, 112, 240, 368, 496, 752, 1008, 1520, 2032, 4080)
 MOST = 8192
 
@@ -63,7 +64,7 @@ def test_a_load_that_is_carried_is_not_called_saturation(tokens_per_s: float, bo
 
 
 def test_more_than_any_size_carries_is_saturation_at_the_efficient_size() -> None:
-    found = pace(Demand(tokens_per_s=1e6, backlog=10**6))
+    found = pace(Demand(tokens_per_s=1e6))
     rates = {size: size / seconds(size) for size in SIZES if seconds(size) <= TARGETS.limit_s}
     assert found.bound is StepBound.SATURATED
     assert found.num_tokens == min(size for size, rate in rates.items() if rate >= EFFICIENT * max(rates.values()))
@@ -74,7 +75,10 @@ def test_a_queue_makes_steps_longer_by_the_root_of_its_time() -> None:
     times_s = [seconds(pace(Demand(backlog=backlog)).num_tokens) for backlog in (500, 2000, 8000, 10**6)]
     assert times_s == sorted(times_s) and times_s[0] <= TARGETS.itl_s < times_s[1] < times_s[2] <= times_s[3]
     assert pace(Demand(backlog=8000)).bound is StepBound.BACKLOG
-    assert times_s[3] <= TARGETS.limit_s
+    assert times_s[3] <= TARGETS.queue_limit_s
+    rates = {size: size / seconds(size) for size in SIZES if seconds(size) <= TARGETS.queue_limit_s}
+    longest = pace(Demand(backlog=10**6)).num_tokens
+    assert rates[longest] >= QUEUE_EFFICIENT * max(rates.values()), "each prompt of the queue waits for what is lost"
 
 
 def test_a_long_prompt_that_nothing_waits_for_has_longer_steps_but_not_the_longest() -> None:
@@ -114,7 +118,7 @@ def test_demand_only_makes_steps_larger_within_the_limit(
     assert calm.num_tokens <= found.num_tokens <= more.num_tokens <= most
     assert calm.num_tokens >= min(most, MIN_PREFILL_TOKENS)
     if found.num_tokens > calm.num_tokens:
-        assert table.predict_s(step.with_chunk(start, found.num_tokens)) <= TARGETS.limit_s
+        assert table.predict_s(step.with_chunk(start, found.num_tokens)) <= TARGETS.queue_limit_s
     assert (found.bound is StepBound.MAX_STEP) == (found.num_tokens == most) or found.num_tokens == calm.num_tokens
 
 

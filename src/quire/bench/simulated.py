@@ -138,9 +138,10 @@ def compare_overcommits(
 class H200:
     """The time of a step of Llama-3.1-8B."""
 
-    tokens = (1, 32, 128, 256, 384, 512, 1024, 2048, 8192)
-    # With everything else that grows with tokens only. A few steps behind each other take some 8 % less.
-    products_ms = (3.9, 4.85, 5.65, 7.45, 10.4, 12.45, 21.8, 42.0, 166.0)
+    tokens = (1, 32, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
+    # With everything else that grows with tokens only. A few steps behind each other take some 8 to 12 % less; prompts
+    # for ten seconds without a pause up to 8 % more, as the card reaches its power limit (ledger, section 55).
+    products_ms = (3.9, 4.9, 5.8, 7.7, 10.8, 13.0, 22.9, 45.5, 88.5, 174.0)
     prompt_ms = 0.25  # per step with prefill
     prompt_token_ms = 6e-4
     context_token_ms = 3.36e-5  # per key that a decoding row reads

@@ -16,6 +16,7 @@ from quire.sched.pacing import (
     MANY_STRETCH,
     MAX_STRETCH,
     MIN_PREFILL_TOKENS,
+    QUEUE_STRETCH,
     Demand,
     Targets,
     choose_pace,
@@ -165,8 +166,10 @@ class StepBatcher:
         start = state.prefilling[0].num_planned if state.prefilling else 0
         shape, sizes = self.shape(builder), policy.captured_beside(builder.num_decoding)
         itl_s = max(policy.itl_target_s, policy.itl_per_decode * self._cost.predict_s(shape))
-        limit_s = max(MAX_STRETCH * policy.itl_target_s, MANY_STRETCH * itl_s)
-        targets = Targets(itl_s, policy.ttft_target_s, limit_s)
+        limit_s, queue_limit_s = (
+            max(stretch * policy.itl_target_s, MANY_STRETCH * itl_s) for stretch in (MAX_STRETCH, QUEUE_STRETCH)
+        )
+        targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s)
         builder.pace = choose_pace(
             self._cost, shape, start, builder.budget, sizes, targets, self._demand(builder.now_s)
         )

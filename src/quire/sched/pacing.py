@@ -31,9 +31,11 @@ TTFT_PER_ITL = 3.0  # TTFT, of what waits, by the ITL target
 UTILIZATION = 0.3  # of (ii), within LOAD_STRETCH: a queue goes with 1 / (1 - utilization)
 HIGH_UTILIZATION = 0.5  # of (ii), within MAX_STRETCH
 LOAD_STRETCH = 2.2  # longest step for the load, or for a long prompt that nothing waits for, by the ITL target
-MAX_STRETCH = 6.0  # longest step, however much waits, by the ITL target of few rows
+MAX_STRETCH = 6.0  # longest step that has a high utilization, by the ITL target of few rows
 MANY_STRETCH = 5.0  # or by that of many
+QUEUE_STRETCH = 8.4  # longest step for a queue of several seconds, by the ITL target of few rows
 EFFICIENT = 0.98  # of the most tokens per second: the smallest size that reaches it is the efficient one
+QUEUE_EFFICIENT = 0.995  # the same for a queue: each prompt in it waits for what a smaller size loses
 LATE = 1.15  # a step is late if it takes this factor times the ITL target
 LATE_SHARE = 0.008  # of the steps with decoding rows may be late for a long prompt: the ITL target is a 99th percentile
 _MAX_CREDIT = 8.0  # such steps saved up
@@ -112,7 +114,8 @@ class Targets(NamedTuple):
 
     itl_s: float
     ttft_s: float | None
-    limit_s: float  # however much waits
+    limit_s: float  # of the load
+    queue_limit_s: float  # however much waits
 
 
 class Pace(NamedTuple):
@@ -147,11 +150,11 @@ class _Sizes(NamedTuple):
     lengths: list[int]
     seconds: list[float]
 
-    def efficient(self, limit_s: float) -> int:
-        """The place of the smallest that carries nearly the most tokens per second, within a limit of its time."""
+    def efficient(self, limit_s: float, share: float = EFFICIENT) -> int:
+        """The place of the smallest that carries this share of the most tokens per second, within a limit of time."""
         count = max(1, sum(1 for _ in takewhile(lambda seconds: seconds <= limit_s, self.seconds)))
         rates = [self.lengths[place] / self.seconds[place] for place in range(count)]
-        enough = EFFICIENT * max(rates)
+        enough = share * max(rates)
         return next(place for place, rate in enumerate(rates) if rate >= enough)
 
     def carrying(self, tokens_per_s: float, last: int) -> int:
@@ -167,7 +170,7 @@ def choose_pace(
 
     `sizes`: captured sizes; without any, every length.
     """
-    itl_s, ttft_s, limit_s = targets
+    itl_s, ttft_s, limit_s, queue_limit_s = targets
     if step.num_rows == 0:
         found = _timed(table, step, start, _ladder(sizes, 0, most), limit_s)
         length = found.lengths[found.efficient(limit_s)]
@@ -180,7 +183,7 @@ def choose_pace(
     needed_s = token_s * max(demand.backlog, demand.longest)
     if demand.tokens_per_s * token_s <= UTILIZATION and needed_s <= ttft_s:
         return Pace(allowed, StepBound.ITL)
-    found = _timed(table, step, start, [allowed, *_ladder(sizes, allowed, most)], limit_s)
+    found = _timed(table, step, start, [allowed, *_ladder(sizes, allowed, most)], queue_limit_s)
     return _enough(found, most, targets, ttft_s, demand, token_s * demand.backlog)
 
 
@@ -190,8 +193,8 @@ def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: D
     best, short = found.efficient(targets.limit_s), found.efficient(LOAD_STRETCH * itl_s)
     rate = demand.tokens_per_s
     by_load = max(found.carrying(rate / UTILIZATION, short), found.carrying(rate / HIGH_UTILIZATION, best))
-    queued = found.efficient(itl_s * sqrt(max(queue_s / ttft_s, 1.0)))
-    by_backlog = min(found.carrying(demand.backlog / ttft_s, best), queued)
+    queued = found.efficient(min(itl_s * sqrt(max(queue_s / ttft_s, 1.0)), targets.queue_limit_s), QUEUE_EFFICIENT)
+    by_backlog = found.carrying(demand.backlog / ttft_s, queued)
     by_longest = found.carrying(demand.longest / ttft_s, short)
     place = max(by_load, by_backlog, by_longest)
     length, seconds = found.lengths[place], found.seconds[place]
