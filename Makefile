@@ -70,15 +70,18 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 $(BIN)/python:
+	@echo "1/3 creating $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "$(TORCH)"
+	@echo "2/3 installing $(TORCH): the CPU build takes 757 MB of disk, one with CUDA several times that"
+	$(BIN)/pip install "$(TORCH)"
 
 # Installing compiles the native CPU kernels.
 NATIVE := $(wildcard src/quire/kernels/cpu/native/*.h src/quire/kernels/cpu/native/*.cpp)
 
 $(VENV)/.serve: pyproject.toml $(NATIVE) $(BIN)/python
-	$(BIN)/pip install -q -e ".[serve]"
+	@echo "3/3 installing quire and compiling its CPU kernels: about a minute"
+	$(BIN)/pip install -e ".[serve]"
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(BIN)/python

@@ -303,6 +303,7 @@ def shows_settings(function: Function) -> Function:
 
 _ONE_DEVICE = "a model runs on one device; omit it"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
+_MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
@@ -342,6 +343,23 @@ _FOREIGN = {
     "parallel": _ROWS,
     "disable_radix_cache": "switch {enable_prefix_caching} off",
     "n_threads": "use {threads}",
+    "threads_batch": "use {threads}",
+    "num_ctx": _LENGTH,
+    "max_seq_len": _LENGTH,
+    "batch_size": _STEP,
+    "ubatch_size": _STEP,
+    "num_gpu": "all layers run on one device, which {device} chooses; omit it",
+    "gpu_layers": "all layers run on one device, which {device} chooses; omit it",
+    "flash_attn": "fused attention kernels are always used, {attention_backend} chooses which; omit it",
+    "hf_repo": "give the hub id as the model, without an option",
+    "cont_batching": "batching is always continuous; omit it",
+    "jinja": "the model's chat template is always used; omit it",
+    "mlock": _MAPPED,
+    "mmap": _MAPPED,
+    "no_mmap": _MAPPED,
+    "alias": "use --served-model-name",
+    "keep_alive": "the model stays loaded while the server runs; omit it",
+    "num_parallel": _ROWS,
 }
 
 

@@ -15,6 +15,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "__main__.py": "entry point of python -m quire",
     "version.py": "read by the build and by every layer",
     "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
+    "cli/build_info.py": "imports no torch: quire --version answers at once",
     "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
     "core/fault_injection.py": "imported by both halves",
     "core/ids.py": "the id types of every layer",

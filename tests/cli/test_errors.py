@@ -20,7 +20,7 @@ from tests.cli.commands import Shell
         ("run nosuchmodel hi", "There is no model 'nosuchmodel'"),
         ("run smollm3 hi", "Did you mean smollm2"),
         ("run ./nowhere.gguf hi", "There is no file or folder ./nowhere.gguf"),
-        ("run hi --temperature -3", "temperature must be a number from 0 to 100, not -3.0."),
+        ("run hi --temperature -3", "temperature must be a number from 0 to 2, not -3.0."),
         ("run hi --max-tokens 0", "max_tokens must be a whole number"),
         ("run hi --top-p 0", "top_p must be a number above 0"),
         ("run hi --threads 0", "threads must be a whole number from 1"),

@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = ["1", "", [1], (), {}, {1: 2}, b"1", True, False, object()]
 
 FLOATS = {  # field: the numbers just outside
-    "temperature": [-0.1, 100.1],
+    "temperature": [-0.1, 2.1],
     "top_p": [0.0, -0.5, 1.01],
     "min_p": [-0.01, 1.01],
     "repetition_penalty": [0.0, -1.0, 101],

@@ -66,7 +66,7 @@ def test_a_recommended_top_k_may_be_minus_one_as_it_may_in_a_request(folder: Pat
     [
         ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.01 to 100, not 0.0."),
         ({"do_sample": True, "top_p": 0}, "top_p must be a number above 0 and at most 1, not 0.0."),
-        ({"do_sample": True, "temperature": 1e9}, "temperature must be a number from 0 to 100, not 1000000000.0."),
+        ({"do_sample": True, "temperature": 1e9}, "temperature must be a number from 0 to 2, not 1000000000.0."),
     ],
 )
 def test_a_recommendation_that_no_request_could_follow_is_refused_when_the_model_is_opened(

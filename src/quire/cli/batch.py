@@ -19,6 +19,7 @@ from quire.version import __version__
 
 _STANDARD = "-"  # stdin or stdout instead of a file
 _MAX_WAITING = 4096
+_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
 def batch(source: str, target: str, model: str | None, given: Mapping[str, Any]) -> int:
@@ -53,13 +54,23 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
                 lambda counts: bar.update(task, completed=counts.num_lines),
                 given["concurrency"],
             )
-            counts = run_batch(server, settings)
+            try:
+                counts = run_batch(server, settings)
+            except KeyboardInterrupt:
+                err.print(_interrupted(target, output.num_written))
+                return _INTERRUPTED
     summary = [f"{counts.num_answered} answered"]
     summary += [f"{counts.num_refused} refused"] if counts.num_refused else []
     summary += [f"{counts.num_unreadable} unreadable"] if counts.num_unreadable else []
     summary += [f"{counts.num_skipped} answered before"] if counts.num_skipped else []
     err.print(", ".join(summary) + ".")
     return 0 if counts.clean else 1
+
+
+def _interrupted(target: str, num_written: int) -> str:
+    if target == _STANDARD:
+        return "Interrupted. With -o FILE instead of -o -, a run could be resumed."
+    return f"Interrupted after {num_written} lines of this run. The same command continues: {target} keeps what it has."
 
 
 @contextmanager

@@ -24,6 +24,7 @@ class BatchOutput:
         self._descriptor = descriptor
         self._target = target
         self.finished = finished
+        self.num_written = 0
 
     def write(self, line: bytes) -> None:
         """Unbuffered: an interrupted run keeps the responses so far."""
@@ -33,6 +34,7 @@ class BatchOutput:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             raise ConfigError(self._error_text(error), param="output") from error
+        self.num_written += 1
 
     def _error_text(self, error: OSError) -> str:
         if self._target is None:

@@ -17,7 +17,7 @@ from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
 from quire.bench.step_times import STANDARD_RAGGED_STEPS, RaggedStep, find_ragged_step
 from quire.bench.workload import WorkloadSlice, find
-from quire.cli.options import FiniteRange, engine_settings, measured_engine_options
+from quire.cli.options import FiniteRange, check_packages, engine_settings, measured_engine_options
 from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
 
@@ -174,6 +174,7 @@ def kernels(
     """Time and throughput of attention on a GPU, and those of another library."""
     if heads % kv_heads:
         raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
+    check_packages("quire bench kernels", "gpu", "triton")
     with loading_status():
         import torch
 

@@ -15,7 +15,6 @@ import torch
 from rich.table import Table
 
 from quire.bench import throughput as report
-from quire.bench.attention import HeadShape, KernelFigure, measure_kernels
 from quire.bench.attention_steps import AttentionStep
 from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
@@ -27,7 +26,6 @@ from quire.bench.throughput import BenchGrammar, Measurement, measure
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
 from quire.cli.load_model import NamedModel, headline, start
-from quire.cli.options import check_packages
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.core.step import Runner
@@ -40,6 +38,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.bench.attention import HeadShape, KernelFigure  # imports Triton
     from quire.bench.transformers_baseline import EngineComparison
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "prompt_logprobs")
@@ -173,7 +172,9 @@ def _share(found: GpuBusy | None) -> str:
     return f"{'≤ ' if found.late_share else ''}{found.share:.1%}"
 
 
-def kernels(shape: HeadShape, steps: Many[AttentionStep], beside: str | None, as_json: bool) -> None:
+def kernels(shape: "HeadShape", steps: Many[AttentionStep], beside: str | None, as_json: bool) -> None:
+    from quire.bench.attention import measure_kernels
+
     figures = measure_kernels(shape, beside, steps)
     if as_json:
         options = {**shape._asdict(), "dtype": str(shape.dtype).removeprefix("torch."), "beside": beside}
@@ -231,7 +232,7 @@ def _observed_runner(model: NamedModel) -> tuple[ModelRunner, BuiltEngine]:
     return runner, built
 
 
-def _cells(figure: KernelFigure, compared: bool) -> list[str]:
+def _cells(figure: "KernelFigure", compared: bool) -> list[str]:
     cells = [figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f} {figure.unit}"]
     theirs = figure.beside_microseconds
     if theirs is not None:
@@ -334,7 +335,6 @@ def _quality_table(found: Many[WeightQuality], title: str) -> Table:
 
 
 def compare_transformers(model: NamedModel, given: Mapping[str, object]) -> None:
-    check_packages("quire bench transformers", "bench", "transformers")
     import transformers  # optional
 
     from quire.bench.transformers_baseline import as_llama, compare_with_transformers

@@ -200,6 +200,8 @@ def run(model: NamedModel, prompt: str, given: Mapping[str, object]) -> int:
         err.print(f"{reply.num_tokens} tokens · {speed:.1f} tok/s · {reply.finish_reason}", style="dim")
     if reply.failure is not None:
         raise reply.failure
+    if not reply.text.strip() and reply.finish_reason == "stop" and not given["chat"]:
+        err.print("The model ended the text at once. To ask it a question, use quire run --chat.", style="dim")
     return _INTERRUPTED if reply.finish_reason == "abort" else 0
 
 

@@ -65,7 +65,9 @@ def examine() -> list[Finding]:
         Finding("memory", f"{size(machine.free_bytes)} available"),
         Finding(
             "dtype",
-            f"{dtype} ({'fast' if machine.fast_bfloat16 else 'bfloat16 would be slow'} on this machine)",
+            f"{dtype} for activations, KV cache and weights that are not quantized "
+            f"(bfloat16 is {'fast' if machine.fast_bfloat16 else 'slow'} here); quantized weights stay as their file "
+            f"stores them",
         ),
         Finding("kernels", kernels.reason),
         *([Finding("attention", " · ".join(kernels.attention))] if kernels.attention else []),

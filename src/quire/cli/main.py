@@ -23,9 +23,21 @@ from quire.cli.options import (
 from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
 from quire.core.errors import QuireError
-from quire.version import __version__
 
 _MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engines and quire bench have the model so
+
+
+# Short options of llama.cpp and SGLang, by their long names.
+_SHORT = {
+    "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
+    "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
+    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "kv_cache_dtype", "-ctv": "kv_cache_dtype", "-a": "alias",
+}  # fmt: skip
+# Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
+_SAMPLING = {
+    "temp": "temperature", "n_predict": "max_tokens", "num_predict": "max_tokens", "predict": "max_tokens",
+    "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
 
 
 class QuireCommand(click.Command):
@@ -37,13 +49,30 @@ class QuireCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             usage = " ".join(self.collect_usage_pieces(ctx)[1:])
-            hint = foreign_hint(error.option_name.lstrip("-").replace("-", "_"), as_flags=True)
+            option = _as_written(error.option_name, words)
+            hint = self._hint(option)
             if "[MODEL]" in usage and hint is not None:
-                ctx.fail(f"There is no {error.option_name} here: {hint}.")
+                ctx.fail(f"There is no {option} here: {hint}.")
             if "[MODEL]" in usage and error.option_name in _MODEL_OPTIONS:
                 arguments = usage.replace("[MODEL]", _value_of(error.option_name, words))
                 ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {arguments}")
             raise
+
+    def _hint(self, option: str) -> str | None:
+        """What replaces an option of another engine."""
+        name = _SHORT.get(option, option).lstrip("-").replace("-", "_")
+        if name in _SAMPLING:
+            flag = f"--{_SAMPLING[name].replace('_', '-')}"
+            own = any(flag in parameter.opts for parameter in self.params)
+            return f"use {flag}" if own else f"each request brings its own {_SAMPLING[name]}; omit it"
+        return foreign_hint(name, as_flags=True)
+
+
+def _as_written(option: str, words: list[str]) -> str:
+    """click reads -ngl as -n, -g and -l: the word that the user wrote."""
+    if option.startswith("--"):
+        return option
+    return next((word for word in words if word.startswith(option) and word.partition("=")[0] in _SHORT), option)
 
 
 def _value_of(option: str, words: list[str]) -> str:
@@ -70,8 +99,17 @@ class QuireGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from quire.cli.build_info import describe_build
+
+        print("\n".join(describe_build()))
+        ctx.exit()
+
+
 @click.group(cls=QuireGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="quire", message="%(prog)s %(version)s")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+              help="Show the version and what it runs on, and exit.")  # fmt: skip
 def app() -> None:
     """An LLM inference and serving engine: paged KV cache, continuous batching, prefix caching.
 
@@ -265,6 +303,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def bench_transformers(model: str | None, **given: object) -> None:
     """Compare with transformers' generate on the same weights, interleaved, in one process."""
+    check_packages("quire bench transformers", "bench", "transformers")
     from quire.cli.load_model import open_named
 
     opened = open_named(model, given)

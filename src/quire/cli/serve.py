@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import sys
@@ -156,19 +155,14 @@ def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:
 
 def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
     """Without keys every client that reaches the port may use the model: only on this machine, unless allowed."""
-    if not (keyed or insecure or _is_loopback(host)):
+    from quire.server.http.access import is_loopback
+
+    if not (keyed or insecure or is_loopback(host)):
         raise ConfigError(
             f"Serving on {host} would let every client that can reach it use the model. Give keys with --api-key-file "
             f"or --api-key, use --host 127.0.0.1, or use --insecure-no-key.",
             param="host",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -158,6 +158,17 @@ def test_a_server_without_keys_refuses_admin_routes(open_server: RunningServer) 
         assert refusal.status_code == 403 and "--admin-key" in error_of(refusal)["message"]
 
 
+def test_a_server_of_this_machine_without_keys_explains_requests() -> None:
+    """What is read there is the user's own; nothing can be changed."""
+    for host, status in (("127.0.0.1", 200), ("::1", 200), ("localhost", 200), ("0.0.0.0", 403), ("box.lan", 403)):
+        options = AccessOptions(admin_routes=ADMIN_ROUTES, own_host=host)
+        with running_server(keys=KeyRing(), options=options) as server:
+            sent = b"%b HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            refused = server.send(sent % b"GET /requests/7/explain").startswith(b"HTTP/1.1 403 ")
+            assert refused == (status == 403), host
+            assert server.send(sent % b"POST /admin/pause").startswith(b"HTTP/1.1 403 ")
+
+
 def test_an_admin_key_alone_closes_only_admin_routes() -> None:
     with running_server(keys=KeyRing([(ADMIN_KEY, ADMIN)])) as server, server.client() as client:
         assert client.get("/metrics").json() == {"holder": "anonymous"}

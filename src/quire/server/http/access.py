@@ -51,7 +51,7 @@ class AccessOptions:
     allowed_origins: tuple[str, ...] = ()
     admin_routes: tuple[str, ...] = ()  # patterns; every path below /admin/ needs the admin key in any case
     page_routes: tuple[str, ...] = ()  # exact paths of web pages and their files, read without a key
-    own_host: str = "localhost"  # where the server listens
+    own_host: str = "0.0.0.0"  # where the server listens
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -78,6 +78,8 @@ class AccessCheck:
             for name in (options.own_host, socket.gethostname(), *(_name(_host(origin)) for origin in self._origins))
         )
         self._pages = frozenset(options.page_routes)
+        # Without any key, on this machine alone: all that is read is the user's own.
+        self._is_private = keys.open and not keys.has_admin and is_loopback(options.own_host)
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +120,8 @@ class AccessCheck:
         if (path in PUBLIC or path in self._pages) and scope["method"] in ("GET", "HEAD"):
             return identity or context.identity
         if path == "/admin" or path.startswith("/admin/") or any(regex.match(path) for regex in self._admin):
-            return self._check_admin(identity)
+            reads = scope["method"] in ("GET", "HEAD")
+            return ANONYMOUS if reads and self._is_private else self._check_admin(identity)
         if identity is not None:
             return identity
         if self._keys.open:
@@ -183,6 +186,14 @@ class AccessCheck:
         holds."""
         served = (route.matches(scope)[0] is Match.FULL for route in self._app.routes)
         return scope["method"] in ("POST", "PUT", "PATCH") and any(served)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own, which no other can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _host(origin: str) -> str:

@@ -1,0 +1,78 @@
+"""What a first user meets: missing extras, interrupted batches, a question to a model of chats, the version."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli import chat, options
+from quire.cli.chat import PrintedReply
+from quire.server.batch import runner
+from quire.version import __version__
+from tests import children
+from tests.cli.commands import SMALL, Shell
+
+WITHOUT_EXTRAS = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("triton", "transformers", "starlette", "uvicorn", "llguidance"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import quire.cli.bench_engine, quire.cli.bench_processes, quire.cli.bench_scheduler, quire.cli.doctor, quire.cli.serve
+print("imported")
+"""
+
+
+@pytest.mark.parametrize("name, extra", [("kernels", "gpu"), ("transformers", "bench")])
+def test_a_benchmark_names_the_extra_that_it_needs(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+) -> None:
+    monkeypatch.setattr(options, "_is_installed", lambda package: False)
+    result = quire("bench", name)
+    assert result.status == 2 and f'pip install "quire[{extra}]"' in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_commands_are_imported_without_any_extra() -> None:
+    ended = children.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False)
+    assert ended.stdout == "imported\n", ended.stderr[-2000:]
+
+
+def test_an_interrupted_batch_says_how_it_goes_on(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, default_model_path: Path
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+
+    def interrupted(server: object, settings: runner.BatchSettings) -> None:
+        settings.write(b"{}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_batch", interrupted)
+    result = quire("batch", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    assert result.status == 130
+    assert "Interrupted after 1 lines of this run. The same command continues" in result.err
+    assert (tmp_path / "out.jsonl").read_bytes() == b"{}\n"
+    result = quire("batch", str(tmp_path / "in.jsonl"), "-o", "-")
+    assert result.status == 130 and "With -o FILE" in result.err
+
+
+@pytest.mark.usefixtures("shallow_default")
+@pytest.mark.parametrize("given, hinted", [((), True), (("--chat",), False)])
+def test_a_question_that_gets_no_text_gets_a_hint(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], hinted: bool
+) -> None:
+    monkeypatch.setattr(chat, "print_reply", lambda *_: PrintedReply("", "stop", 1, 0.1))
+    result = quire("run", "What is the capital of France?", *given, *SMALL)
+    assert (result.status, result.out) == (0, "\n")
+    assert ("use quire run --chat" in result.err) == hinted
+
+
+def test_the_version_has_what_a_report_needs(quire: Shell) -> None:
+    result = quire("--version")
+    assert result.status == 0 and result.out.splitlines()[0] == f"quire {__version__}"
+    assert "torch 2" in result.out and "CPU kernels" in result.out and sys.version.split()[0] in result.out
