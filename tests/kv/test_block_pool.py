@@ -103,6 +103,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert pool.references(BlockId(block)) == count + (block in self.cached)
             assert pool.is_evictable(BlockId(block)) == (block in evictable)
         pool.audit_readers(readers)
+        cached = [block in self.cached for block in range(1, pool.num_blocks + 1)]
+        expected = [4 if held > 1 else 2 * held + kept for held, kept in zip(readers[1:], cached, strict=True)]
+        assert pool.states().tolist() == expected
 
 
 TestPoolMachine = PoolMachine.TestCase

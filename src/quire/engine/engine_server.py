@@ -19,6 +19,7 @@ from quire.core.ids import RequestId
 from quire.core.sampling import Grammar
 from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
+from quire.engine.engine_view import EngineView
 from quire.engine.messages import AbortRequest, AddRequest, Heartbeat, Query, QueryReply, Refused, StopSequence
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
@@ -42,6 +43,7 @@ class EngineServer:
         self._decoder = FrameDecoder()
         self._buffer = memoryview(bytearray(_READ_BYTES))  # for all messages, see `EngineProcess`
         self._stats_s = -HEARTBEAT_S
+        self._view = EngineView(engine, clock)
         self._ended = threading.Event()
         self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
         self._closed = False
@@ -77,7 +79,9 @@ class EngineServer:
             self._send(Heartbeat(max(now_s - since_s, 0.0), expected_s))
 
     def _step(self) -> None:
+        started_s = self._clock()
         output = self._engine.step()
+        self._view.note_step(started_s)
         if output is not None and not output.empty:
             self._send_output(output)
 
@@ -197,6 +201,8 @@ class EngineServer:
             case "explain":
                 explanation = self._engine.explain(RequestId(query.number))
                 return {"lines": explanation.lines(), "explanation": explanation}
+            case "view":
+                return self._view.describe(query.number)
             case "reset_prefix_cache":
                 return {"freed_blocks": self._engine.scheduler.reset_cache()}
             case "drain":

@@ -112,6 +112,11 @@ class BlockPool:
     def is_evictable(self, block: int) -> bool:
         return self._references.item(block) == _EVICTABLE
 
+    def states(self) -> NDArray[np.uint8]:
+        """Of every block from 1 on: 0 free, 1 cached, 2 held by one table, 3 held and cached, 4 held by several."""
+        counts = self._references[1:]
+        return np.minimum(counts, 2 * _TABLE).astype(np.uint8)
+
     def evictable_flags(self) -> list[bool]:
         """By block id, for audits."""
         flags: list[bool] = (self._references == _EVICTABLE).tolist()

@@ -266,6 +266,10 @@ class Scheduler:
         running = {s.group.order: s.group for s in assigned if s.state is SequenceState.RUNNING}
         return [running[order] for order in sorted(running)]
 
+    def running_sequences(self) -> list[Sequence]:
+        """Those that hold a row and compute, in the order of their assignment."""
+        return [each for each in self._state.rows.assigned.values() if each.state is SequenceState.RUNNING]
+
     def is_queued(self, group: RequestGroup) -> bool:
         return group in self._state.waiting
 

@@ -7,13 +7,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import QuireError
+from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.server.admission import client_of
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health
 from quire.server.http.errors import sanitized
+from quire.server.http.request_context import context_of
 from quire.server.http.sse import json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.request.decode import read
+
+_MAX_DIGITS = 18
 
 
 class UnknownRequest(QuireError):
@@ -69,6 +73,32 @@ async def explain(state: ServerState, request: Request) -> Response:
     request_id = request.path_params["request_id"]
     events = [await state.engine.query("explain", number) for number in _numbers(state, request_id)]
     return json_response({"id": request_id, "requests": [msgspec.Raw(each) for each in events]})
+
+
+async def engine_state(state: ServerState, request: Request) -> Response:
+    """What the page /engine shows: the state now, and the steps after `since`. The admin sees the names of all clients
+    in the queue, others their own."""
+    since = request.query_params.get("since", "-1")
+    if not since.removeprefix("-").isdecimal() or len(since) > _MAX_DIGITS:
+        raise InvalidParameter(f"since must be the number of a step, not {shown(since)}.", param="since")
+    view = msgspec.json.decode(await state.engine.query("view", int(since)))
+    identity = context_of(request.scope).identity
+    if not identity.admin:
+        own = client_of(identity, request.scope).name
+        for entry in view["queue"]:
+            entry["tenant"] = entry["tenant"] if entry["tenant"] == own else "others"
+    return json_response(view)
+
+
+async def explain_number(state: ServerState, request: Request) -> Response:
+    """The scheduler's events of a request, by its number in the engine."""
+    number = request.path_params["number"]
+    if not number.isdecimal() or len(number) > _MAX_DIGITS:
+        raise UnknownRequest("A request has a number; the page /engine shows it.", param="number")
+    story = msgspec.json.decode(await state.engine.query("explain", int(number)))
+    if "problem" in story:
+        raise UnknownRequest(story["problem"]["message"], param="number")
+    return json_response(story)
 
 
 async def abort(state: ServerState, request: Request) -> Response:

@@ -175,10 +175,12 @@ MONITORING = (
     Endpoint("GET", "/ready", admin.ready, "Readiness: a request sent now would be served."),
     Endpoint("GET", "/load", admin.load, "Server load."),
     Endpoint("GET", "/metrics", admin.metrics, "Prometheus metrics."),
+    Endpoint("GET", "/engine/state", admin.engine_state, "Blocks, rows, queue and recent steps, for the page /engine."),
     Endpoint("GET", "/version", models.version, "Version."),
 )
 ADMIN = (
     Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Explain why a request waited."),
+    Endpoint("GET", "/engine/requests/{number}/explain", admin.explain_number, "The same, by the number of /engine."),
     Endpoint("POST", "/abort_requests", admin.abort, "Abort requests.", admin.AbortBody),
     Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Clear the prefix cache."),
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "pages"
-PAGES = {"/": "chat.html", "/docs": "docs.html"}
+PAGES = {"/": "chat.html", "/docs": "docs.html", "/engine": "engine.html"}
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

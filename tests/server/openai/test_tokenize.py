@@ -167,8 +167,9 @@ def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Clien
         *(each.path.replace(":path", "") for each in ENDPOINTS if each.in_schema and each.path.startswith("/v1/")),
         "/", "/generate", "/generate_stream", "/info",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-        "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",
-        "/requests/{request_id}/explain", "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
+        "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version", "/engine/state",
+        "/requests/{request_id}/explain", "/engine/requests/{number}/explain",
+        "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
     }  # fmt: skip
     schemas = response["components"]["schemas"]
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(response)))

@@ -44,7 +44,12 @@ def test_the_apis_behind_the_pages_still_need_a_key(client: httpx.Client) -> Non
     for endpoint in ENDPOINTS:
         if endpoint.path in ("/health", "/ready") or (endpoint.method, endpoint.path) == ("GET", "/"):
             continue
-        path = endpoint.path.replace("{name:path}", "x").replace("{response_id}", "x").replace("{request_id}", "x")
+        path = (
+            endpoint.path.replace("{name:path}", "x")
+            .replace("{response_id}", "x")
+            .replace("{request_id}", "x")
+            .replace("{number}", "1")
+        )
         assert client.request(endpoint.method, path, json={}).status_code == 401, path
     for path in (*STATIC_ROUTES, "/openapi.json"):
         assert client.post(path, json={}).status_code == 401, path
@@ -108,6 +113,37 @@ def test_every_vendored_file_has_its_licence() -> None:
     for path in (FOLDER / "vendor").glob("*.js"):
         assert f"({path.name})" in licences
     assert licences.count("Permission is hereby granted") >= 2 and "Redistribution and use" in licences
+
+
+def test_the_state_of_the_engine_is_for_those_who_may_read_metrics(client: httpx.Client) -> None:
+    keyed = {"authorization": f"Bearer {KEY}"}
+    assert client.get("/engine/state").status_code == 401
+    client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4}, headers=keyed)
+    view = client.get("/engine/state", headers=keyed).json()
+    assert view["num_blocks"] == len(view["states"]) or len(view["states"]) <= 2048
+    client.post("/v1/completions", json={"prompt": "x y z", "max_tokens": 4}, headers=keyed)
+    later = client.get(f"/engine/state?since={view['step']}", headers=keyed).json()
+    assert later["steps"] and all(step["step"] > view["step"] for step in later["steps"])
+    for wrong in ("x", "1.5", "9" * 30, "-", "--1"):
+        refusal = client.get("/engine/state", params={"since": wrong}, headers=keyed)
+        assert refusal.status_code == 400 and "since must be" in refusal.json()["error"]["message"]
+    assert client.get("/engine/requests/0/explain", headers=keyed).status_code == 403, (
+        "stories of requests are for the admin"
+    )
+
+
+def test_a_request_is_explained_by_its_number_on_ones_own_machine(
+    default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with (
+        scripted_server(tmp_path_factory.mktemp("open"), [{"say": "hello"}]) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        story = client.get("/engine/requests/0/explain")
+        assert story.status_code == 200 and any("arrived" in line for line in story.json()["lines"]), story.text
+        assert client.get("/engine/requests/abc/explain").status_code == 404
+        assert client.get("/engine/requests/99/explain").status_code == 404
 
 
 ALL_EXAMPLES = [(path, name) for path, examples in EXAMPLES.items() for name in examples]

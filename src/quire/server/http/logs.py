@@ -26,7 +26,7 @@ _MAX_STACK_CHARACTERS = 8192
 _MAX_QUEUED_LINES = 8192
 _REST_S = 0.02
 _LAST_LINES_S = 1.0  # for the last lines, if the reader of the log is blocked
-_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds
+_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics", "/engine/state"})  # polled every few seconds
 
 _LOST = "quire.log"  # the logger that reports dropped lines
 

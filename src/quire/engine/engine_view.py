@@ -1,0 +1,144 @@
+"""What the page /engine shows: KV blocks by state and owner, the rows of recent steps, the queue. Plain numbers only.
+
+Steps are recorded only while the view is watched: from a query on, until none has come for some seconds. Does not
+depend on HTTP, and holds nothing of prompts or outputs.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.ids import Row
+from quire.core.request import RequestGroup, Sequence, SequenceState
+from quire.engine.engine import Engine
+
+MAX_CELLS = 2048  # of the map: a larger pool shows several blocks as one cell
+MAX_STEPS = 512  # recorded
+MAX_QUEUED = 2000  # groups that are counted by class and tenant
+WATCHED_S = 5.0  # after a query
+
+_NO_OWNER = -1
+
+
+class StepView(NamedTuple):
+    """One step: when it ended, how long it took the loop, and what each row did."""
+
+    step: int
+    end_s: float
+    seconds: float
+    prefills: tuple[tuple[Row | None, int], ...]  # row and prompt tokens
+    decodes: tuple[Row | None, ...]
+    num_preemptions: int
+
+
+class EngineView:
+    """Records the steps of an engine while it is watched, and describes its state."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._watched_until_s = -1.0
+        self._steps: deque[StepView] = deque(maxlen=MAX_STEPS)
+        self._planned: dict[int, int] = {}  # tokens computed of the sequences that are not caught up, by id
+        self._num_preemptions = 0
+
+    def note_step(self, started_s: float) -> None:
+        """After a step. Costs a comparison while the view is not watched."""
+        now_s = self._clock()
+        if now_s > self._watched_until_s:
+            return
+        scheduler, before = self._engine.scheduler, self._planned
+        running = scheduler.running_sequences()
+        step = scheduler.last_absorbed
+        prefilling = [each for each in running if not each.caught_up or each.id in before or each.assigned_step == step]
+        chunked = {each.id for each in prefilling}
+        decodes = tuple([each.row for each in running if each.id not in chunked])
+        prefills = tuple(
+            [(each.row, max(each.num_planned - before.get(each.id, each.group.num_cached), 0)) for each in prefilling]
+        )
+        self._planned = {each.id: each.num_planned for each in prefilling if not each.caught_up}
+        total = scheduler.counters.preemptions
+        self._steps.append(
+            StepView(
+                step,
+                now_s,
+                now_s - started_s,
+                prefills,
+                decodes,
+                total - self._num_preemptions,
+            )
+        )
+        self._num_preemptions = total
+
+    def describe(self, since: int) -> dict[str, object]:
+        """The state now, and the recorded steps after step `since`."""
+        now_s = self._clock()
+        if now_s > self._watched_until_s:
+            self._steps.clear()
+            self._planned.clear()
+            self._num_preemptions = self._engine.scheduler.counters.preemptions
+        self._watched_until_s = now_s + WATCHED_S
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.kv.pool
+        running = scheduler.running_sequences()
+        states, owners = self._cells(running)
+        return {
+            "now_s": now_s,
+            "step": scheduler.last_absorbed,
+            "num_blocks": pool.num_blocks,
+            "block_size": scheduler.kv.block_size,
+            "num_free": pool.num_free,
+            "num_cached": pool.num_cached,
+            "num_evictable": pool.num_evictable,
+            "num_host": 0 if scheduler.kv.host is None else scheduler.kv.host.num_blocks - scheduler.kv.host.num_free,
+            "max_rows": scheduler.max_rows,
+            "states": states,
+            "owners": owners,
+            "rows": [_row(sequence, now_s) for sequence in running],
+            "queue": _queue(scheduler.groups()),
+            "num_waiting": scheduler.num_waiting,
+            "waiting_for": None if scheduler.wait_cause is None else scheduler.wait_cause.value,
+            "steps": [each._asdict() for each in self._steps if each.step > since],
+        }
+
+    def _cells(self, running: list[Sequence]) -> tuple[str, list[int]]:
+        """The state of each cell as a digit (`BlockPool.states`), and the row that owns it or -1. Of several blocks in
+        one cell, the one that is used most counts."""
+        kv = self._engine.scheduler.kv
+        states = kv.pool.states()
+        owners = np.full(len(states) + 1, _NO_OWNER, dtype=np.int32)
+        for sequence in running:
+            assert sequence.row is not None, sequence
+            owners[kv.tables.of(sequence.row)] = sequence.row
+        owners = owners[1:]  # block 0 is the null block
+        per_cell = -(-len(states) // MAX_CELLS)
+        if per_cell > 1:
+            starts = np.arange(0, len(states), per_cell)
+            states, owners = np.maximum.reduceat(states, starts), np.maximum.reduceat(owners, starts)
+        return (states + ord("0")).tobytes().decode("ascii"), owners.tolist()
+
+
+def _row(sequence: Sequence, now_s: float) -> dict[str, object]:
+    group = sequence.group
+    return {
+        "row": sequence.row,
+        "request": group.request.id,
+        "decoding": sequence.caught_up,
+        "num_prompt": len(group.request.prompt),
+        "num_computed": sequence.num_computed,
+        "num_cached": group.num_cached,
+        "num_preemptions": group.num_preemptions,
+        "age_s": round(now_s - group.arrived_s, 3),
+    }
+
+
+def _queue(groups: tuple[RequestGroup, ...]) -> list[dict[str, object]]:
+    """Waiting requests by priority class and tenant."""
+    waiting = (group for group in groups if all(each.state is SequenceState.WAITING for each in group.sequences))
+    counted = Counter((group.request.priority, group.request.tenant) for group in islice(waiting, MAX_QUEUED))
+    return [
+        {"priority": priority, "tenant": tenant, "num_requests": count}
+        for (priority, tenant), count in sorted(counted.items())
+    ]

@@ -1,0 +1,201 @@
+// The live view: asks the server for what is new while the page is visible, and draws it.
+
+import { apiKey, byId, element, request } from "./dom.js";
+import { Timeline, buckets, duration, grid, hue, quantile } from "./engine_state.js";
+
+const STATE_MS = 500; // between two questions
+const METRICS_MS = 2000;
+const LATENCIES = { TTFT: "time_to_first_token_seconds", ITL: "inter_token_latency_seconds" };
+
+const timeline = new Timeline();
+let paused = false;
+let latest = null;
+let earlierPage = null;
+const latencies = {};
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+
+/** A context of a canvas in device pixels, cleared. */
+function surface(id) {
+  const canvas = byId(id);
+  const ratio = devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return { context, width, height };
+}
+
+function drawMap(view) {
+  const { context, width, height } = surface("map");
+  const { columns, side } = grid(view.states.length, width, height);
+  const requestOf = new Map(view.rows.map((row) => [row.row, row.request]));
+  const [free, cached, held, shared] = ["free", "cached", "held", "shared"].map(colour);
+  const gap = side > 3 ? 1 : 0;
+  for (let i = 0; i < view.states.length; i++) {
+    const state = view.states[i];
+    const owner = requestOf.get(view.owners[i]);
+    if (state === "0") context.fillStyle = free;
+    else if (state === "1") context.fillStyle = cached;
+    else if (state === "4") context.fillStyle = shared;
+    else context.fillStyle = owner === undefined ? held : `hsl(${hue(owner)} 55% 52%)`;
+    context.fillRect((i % columns) * side, Math.floor(i / columns) * side, side - gap, side - gap);
+  }
+  const used = view.num_blocks - view.num_free - view.num_evictable;
+  const tokens = (blocks) => (blocks * view.block_size).toLocaleString("en");
+  byId("map-text").textContent = `${used.toLocaleString("en")} of ${view.num_blocks.toLocaleString("en")} blocks held (${tokens(used)} of ${tokens(view.num_blocks)} tokens), `
+    + `${view.num_cached.toLocaleString("en")} in the prefix cache, ${view.num_evictable.toLocaleString("en")} of them evictable`
+    + (view.num_host ? `, ${view.num_host.toLocaleString("en")} on the host` : "") + ".";
+}
+
+function drawTimeline(view) {
+  const { context, width, height } = surface("timeline");
+  const steps = timeline.steps;
+  const highest = Math.max(8, ...steps.flatMap((step) => [...step.decodes, ...step.prefills.map(([row]) => row)])) + 1;
+  const [stepWidth, rowHeight] = [Math.max(width / 400, 2), height / highest];
+  const [decode, prefill, bad] = [colour("decode"), colour("prefill"), colour("bad")];
+  const shown = steps.slice(-Math.floor(width / stepWidth));
+  const left = width - shown.length * stepWidth; // the newest step is on the right from the first on
+  shown.forEach((step, i) => {
+    const x = left + i * stepWidth;
+    if (step.num_preemptions) {
+      context.fillStyle = bad;
+      context.fillRect(x, 0, stepWidth, 3);
+    }
+    context.fillStyle = decode;
+    for (const row of step.decodes) context.fillRect(x, row * rowHeight, stepWidth, Math.max(rowHeight - 0.5, 0.5));
+    context.fillStyle = prefill;
+    for (const [row, tokens] of step.prefills) if (tokens) context.fillRect(x, row * rowHeight, stepWidth, Math.max(rowHeight - 0.5, 0.5));
+  });
+  byId("time-text").textContent = steps.length
+    ? `Steps ${steps[0].step} to ${timeline.last}, the newest on the right; ${view.rows.length} of ${view.max_rows} rows in use.`
+    : "No step since this page was opened. Ask something in the chat.";
+}
+
+function drawSpeed() {
+  const { context, width, height } = surface("speed");
+  const steps = timeline.steps;
+  if (!steps.length) return;
+  const longest = Math.max(...steps.map((step) => step.seconds), 1e-3);
+  const most = Math.max(...steps.map((step) => step.decodes.length), 1);
+  const stepWidth = width / Math.max(steps.length, 50);
+  context.fillStyle = colour("cached");
+  steps.forEach((step, i) => context.fillRect(i * stepWidth, height * (1 - step.seconds / longest), Math.max(stepWidth - 0.5, 1), height));
+  context.strokeStyle = colour("decode");
+  context.lineWidth = 1.5;
+  context.beginPath();
+  steps.forEach((step, i) => context.lineTo((i + 0.5) * stepWidth, height * (1 - (0.95 * step.decodes.length) / most)));
+  context.stroke();
+  context.fillStyle = colour("soft");
+  context.font = "12px system-ui, sans-serif";
+  context.fillText(`bars: step time, up to ${duration(longest)} · line: decoding rows, up to ${most}`, 6, 14);
+}
+
+function showFigures(view) {
+  const speed = timeline.speed(view.now_s);
+  const used = view.num_blocks - view.num_free - view.num_evictable;
+  const figures = {
+    "running": view.rows.length,
+    "waiting": view.num_waiting + (view.waiting_for && view.num_waiting ? ` (for ${view.waiting_for})` : ""),
+    "KV cache held": `${((100 * used) / Math.max(view.num_blocks, 1)).toFixed(0)} %`,
+    "decoded": `${speed.decodePerS.toFixed(0)} tok/s`,
+    "prompts": `${speed.prefillPerS.toFixed(0)} tok/s`,
+    "step, median": duration(speed.stepMs === null ? null : speed.stepMs / 1000),
+    ...Object.fromEntries(Object.entries(latencies).map(([name, text]) => [name, text])),
+  };
+  byId("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
+    element("div", {}, element("dt", { text: name }), element("dd", { text: String(value) }))));
+}
+
+const cells = (...values) => element("tr", {}, ...values.map((value) => element("td", {}, value instanceof Node ? value : String(value))));
+
+function showTables(view) {
+  byId("queue").replaceChildren(...view.queue.map((each) => cells(each.priority, each.tenant || "–", each.num_requests)));
+  byId("rows").replaceChildren(...view.rows.slice(0, 200).map((row) => cells(
+    element("button", { type: "button", text: row.request, "aria-label": `Explain request ${row.request}`, onclick: () => explain(row.request) }),
+    row.row,
+    row.decoding ? "decoding" : `prompt ${row.num_computed}/${row.num_prompt}`,
+    row.num_prompt,
+    row.num_cached,
+    row.num_preemptions,
+    duration(row.age_s),
+  )));
+}
+
+async function explain(number) {
+  byId("story-title").textContent = `Request ${number}`;
+  try {
+    const body = await (await request(`engine/requests/${number}/explain`)).json();
+    byId("story-text").textContent = body.lines.join("\n");
+  } catch (error) {
+    byId("story-text").textContent = error.message;
+  }
+  byId("story").showModal();
+}
+
+function draw() {
+  if (latest === null) return;
+  drawMap(latest);
+  drawTimeline(latest);
+  drawSpeed();
+  showFigures(latest);
+  if (!document.activeElement?.closest("#rows")) showTables(latest);
+}
+
+function notice(text, needsKey = false) {
+  byId("notice").hidden = !text;
+  byId("notice").textContent = text;
+  byId("key-form").hidden = !needsKey;
+}
+
+async function readState() {
+  if (!paused && !document.hidden) {
+    try {
+      const since = timeline.last;
+      latest = await (await request(`engine/state?since=${since}`)).json();
+      if (latest.step < since) timeline.steps = []; // the engine was restarted
+      timeline.add(latest.steps);
+      notice("");
+      draw();
+    } catch (error) {
+      notice(error.message, error.status === 401);
+    }
+  }
+  setTimeout(readState, byId("notice").hidden ? STATE_MS : 2000);
+}
+
+async function readMetrics() {
+  if (!paused && !document.hidden && byId("notice").hidden) {
+    try {
+      const page = await (await request("metrics")).text();
+      for (const [name, metric] of Object.entries(LATENCIES)) {
+        const now = buckets(page, metric);
+        const [p50, p99] = [0.5, 0.99].map((share) => quantile(earlierPage === null ? [] : buckets(earlierPage, metric), now, share));
+        if (p50 !== null) latencies[`${name} p50, p99`] = `${duration(p50)}, ${duration(p99)}`;
+      }
+      earlierPage = page;
+    } catch {
+      // the other question tells what is wrong
+    }
+  }
+  setTimeout(readMetrics, METRICS_MS);
+}
+
+byId("pause").addEventListener("click", () => {
+  paused = !paused;
+  byId("pause").textContent = paused ? "Continue" : "Pause";
+  byId("pause").setAttribute("aria-pressed", String(paused));
+});
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  apiKey.set(byId("key").value.trim(), false);
+  notice("");
+});
+addEventListener("resize", draw);
+request("v1/models").then((response) => response.json()).then((body) => { byId("model").textContent = body.data[0].id; }, () => {});
+readState();
+readMetrics();

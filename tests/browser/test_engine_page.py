@@ -1,0 +1,63 @@
+"""The live view of the engine in a real browser, while requests run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Chromium
+from tests.server.local_server import LocalServer, local_server
+
+LINES = [{"say": "on and on and on " * 900, "when": "endless"}, {"say": "A short answer."}]
+
+
+@pytest.fixture(scope="module")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    with local_server(tmp_path_factory.mktemp("script"), LINES, "--max-model-len", "8k") as server:
+        yield server
+
+
+def test_blocks_rows_and_steps_are_drawn_while_a_request_runs(browser: Chromium, server: LocalServer) -> None:
+    page = browser.tab(server.url + "/engine")
+    page.until("document.getElementById('map-text').innerText.includes('blocks held')")
+    assert "No step since this page was opened" in page.run("document.getElementById('time-text').innerText")
+    stream = {"prompt": "endless", "max_tokens": 4000, "stream": True}
+    page.run(
+        f"fetch('v1/completions', {{method: 'POST', headers: {{'content-type': 'application/json'}}, body: JSON.stringify({stream})}}.valueOf()), 0".replace(
+            "True", "true"
+        )
+    )
+    page.until("document.querySelectorAll('#rows tr').length === 1")
+    page.until("document.getElementById('time-text').innerText.startsWith('Steps ')")
+    page.run("document.querySelector('#rows button').click()")
+    page.until(
+        "document.getElementById('story').open && document.getElementById('story-text').innerText.includes('arrived with')"
+    )
+    page.run("document.getElementById('story').close()")
+    pixels = """
+    (() => { const c = document.getElementById('%s'); const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+      const seen = new Set(); for (let i = 0; i < d.length; i += 4) if (d[i + 3]) seen.add(d[i] + ',' + d[i + 1] + ',' + d[i + 2]); return seen.size; })()
+    """
+    assert page.run(pixels % "map") >= 2, "free and held blocks have colours of their own"
+    assert page.run(pixels % "timeline") >= 1
+    page.run("document.getElementById('pause').click()")
+    before = page.run("document.getElementById('time-text').innerText")
+    assert (
+        page.run("new Promise((done) => setTimeout(() => done(document.getElementById('time-text').innerText), 600))")
+        == before
+    )
+    assert page.complaints() == []
+
+
+def test_it_fits_a_phone(browser: Chromium, server: LocalServer) -> None:
+    page = browser.tab(server.url + "/engine", width=390, height=844, dark=True)
+    page.until("document.querySelectorAll('#figures dd').length >= 6")
+    assert page.run("document.documentElement.scrollWidth") <= 390
+
+
+def test_with_keys_it_asks_for_one(browser: Chromium, default_model_path: Path, tmp_path: Path) -> None:
+    with local_server(tmp_path, LINES, "--api-key", "sk-view") as server:
+        page = browser.tab(server.url + "/engine")
+        page.until("!document.getElementById('key-form').hidden")
+        page.run("document.getElementById('key').value = 'sk-view', document.querySelector('#key-form button').click()")
+        page.until("document.getElementById('map-text').innerText.includes('blocks held')")

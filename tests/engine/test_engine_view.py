@@ -1,0 +1,138 @@
+"""The state behind the page /engine: what each row did in each step, whose blocks they are, who waits."""
+
+import json
+from collections.abc import Callable
+
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.engine_view import MAX_CELLS, MAX_STEPS, WATCHED_S, EngineView
+from quire.engine.messages import AddRequest, RequestOptions
+from quire.engine.request_validator import RequestValidator
+from quire.engine.wire import as_json
+from quire.kv.manager import KVManager
+from quire.sched.scheduler import Scheduler
+from quire.sim.runners import ToyRunner
+
+VOCAB, BLOCK = 50, 4
+
+
+class Watched:
+    """An engine on a clock of its own, and its view."""
+
+    def __init__(self, num_blocks: int = 400, max_rows: int = 2, max_step_tokens: int = 16) -> None:
+        self.now_s = 0.0
+        clock: Callable[[], float] = lambda: self.now_s  # noqa: E731
+        validator = RequestValidator(
+            vocab_size=VOCAB, end_ids=(), max_length=1000, max_rows=max_rows, num_blocks=num_blocks, block_size=BLOCK
+        )
+        kv = KVManager(num_blocks, BLOCK, max_rows)
+        scheduler = Scheduler(kv, max_rows=max_rows, max_step_tokens=max_step_tokens)
+        self.engine = Engine(scheduler, ToyRunner(VOCAB), validator, depth=0, seed=0, clock=clock)
+        self.view = EngineView(self.engine, clock)
+
+    def submit(self, number: int, num_prompt: int, max_tokens: int = 100, **options: object) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        prompt = [(number * 7 + i) % VOCAB for i in range(num_prompt)]
+        self.engine.submit(AddRequest(number, prompt, params, options=RequestOptions(**options)))  # type: ignore[arg-type]
+
+    def step(self, seconds: float = 0.01) -> None:
+        started_s = self.now_s
+        self.engine.step()
+        self.now_s += seconds
+        self.view.note_step(started_s)
+
+    def describe(self, since: int = -1) -> dict[str, object]:
+        return json.loads(as_json(self.view.describe(since)))  # type: ignore[no-any-return]
+
+
+def test_each_row_of_each_step_is_a_chunk_or_a_decode() -> None:
+    watched = Watched()
+    watched.describe()
+    watched.submit(1, 40)
+    for _ in range(5):
+        watched.step()
+    steps = watched.describe()["steps"]
+    assert isinstance(steps, list)
+    assert [step["prefills"] for step in steps] == [[[0, 16]], [[0, 16]], [[0, 8]], [], []], "40 tokens, 16 in a step"
+    assert [step["decodes"] for step in steps] == [[], [], [], [0], [0]]
+    assert [round(step["seconds"], 3) for step in steps] == [0.01] * 5
+    assert [step["step"] for step in watched.describe(since=2)["steps"]] == [3, 4], "only what is new"
+
+
+def test_a_prompt_of_one_step_is_a_chunk_too() -> None:
+    watched = Watched()
+    watched.describe()
+    watched.submit(1, 9)
+    watched.step()
+    watched.submit(2, 5)
+    watched.step()
+    first, second = watched.describe()["steps"]  # type: ignore[misc]
+    assert (first["prefills"], first["decodes"]) == ([[0, 9]], [])
+    assert (second["prefills"], second["decodes"]) == ([[1, 5]], [0])
+
+
+def test_nothing_is_recorded_while_it_is_not_watched() -> None:
+    watched = Watched()
+    watched.submit(1, 8)
+    for _ in range(4):
+        watched.step()
+    assert watched.describe()["steps"] == []
+    watched.step()
+    assert len(watched.describe()["steps"]) == 1
+    watched.now_s += WATCHED_S + 1
+    watched.step()
+    assert watched.describe()["steps"] == [], "those before are forgotten"
+
+
+def test_the_record_is_bounded() -> None:
+    watched = Watched()
+    watched.submit(1, 4, max_tokens=900)
+    for _ in range(MAX_STEPS + 50):
+        watched.describe(since=10**6)
+        watched.step(0.001)
+    assert len(watched.describe()["steps"]) == MAX_STEPS
+
+
+def test_the_map_has_states_and_owners() -> None:
+    watched = Watched()
+    for number in (1, 2):
+        watched.submit(number, 8)
+        watched.step()
+    view = watched.describe()
+    states, owners = view["states"], view["owners"]
+    assert isinstance(states, str) and isinstance(owners, list)
+    assert len(states) == len(owners) == 400
+    pool = watched.engine.scheduler.kv.pool
+    assert states.count("0") == pool.num_free == view["num_free"]
+    assert {owner for owner in owners if owner >= 0} == {0, 1}
+    for row in (0, 1):
+        held = watched.engine.scheduler.kv.tables.of(row).tolist()  # type: ignore[arg-type]
+        assert {place for place, owner in enumerate(owners, start=1) if owner == row} == set(held)
+        assert all(states[block - 1] in "23" for block in held)
+    watched.engine.abort(1)
+    watched.engine.abort(2)
+    watched.step()
+    assert set(watched.describe()["states"]) <= {"0", "1"}, "what is not held is free or cached"  # type: ignore[arg-type]
+
+
+def test_a_large_pool_is_shown_in_fewer_cells() -> None:
+    watched = Watched(num_blocks=5000)
+    watched.submit(1, 8)
+    watched.step()
+    view = watched.describe()
+    assert len(view["states"]) == len(view["owners"]) == 1667 <= MAX_CELLS  # type: ignore[arg-type]
+    assert view["num_blocks"] == 5000 and 0 in view["owners"]  # type: ignore[operator]
+
+
+def test_running_and_waiting_requests_are_listed() -> None:
+    watched = Watched(max_rows=2)
+    for number in range(1, 7):
+        watched.submit(number, 8, tenant="a" if number % 2 else "b", priority=5 if number == 6 else 0)
+    watched.step()
+    view = watched.describe()
+    rows, queue = view["rows"], view["queue"]
+    assert isinstance(rows, list) and isinstance(queue, list)
+    assert {row["row"] for row in rows} <= {0, 1} and all(row["num_prompt"] == 8 for row in rows)
+    assert len(rows) + sum(entry["num_requests"] for entry in queue) == 6
+    assert {"priority": 5, "tenant": "b", "num_requests": 1} in queue
+    assert view["num_waiting"] == 6 - len(rows)
