@@ -17,8 +17,9 @@ from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
 from quire.bench.step_times import STANDARD_RAGGED_STEPS, RaggedStep, find_ragged_step
 from quire.bench.workload import WorkloadSlice, find
-from quire.cli.options import FiniteRange, check_packages, engine_settings, measured_engine_options
+from quire.cli.options import FiniteRange, check_packages, engine_settings, integer_list, measured_engine_options
 from quire.cli.streams import loading_status
+from quire.config import SPECULATIVE
 from quire.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
 _DTYPES = ("bfloat16", "float16")
 _FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16")
+_TASKS = ("quote", "repeat", "chat")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
@@ -229,6 +231,31 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
     work(opened, steps, as_json)
 
 
+@click.command()
+@_model_option
+@click.option("--task", "tasks", type=click.Choice(_TASKS), multiple=True, default=_TASKS, show_default=True,
+              help="What the requests ask for; several times.")  # fmt: skip
+@click.option("--requests", "sizes", default="1,4,16", show_default=True, callback=integer_list(1, 1024),
+              metavar="N,N,…", help="Requests at the same time.")  # fmt: skip
+@click.option("--tokens", "num_output", type=click.IntRange(2), default=128, show_default=True, help="Of each output.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Pairs of runs, one warm-up more."
+)
+@click.option("--temperature", type=FiniteRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--speculative", type=click.Choice(SPECULATIVE[1:]), default="auto", show_default=True, help="Drafts.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of the table.")
+def speculation(model: str | None, threads: int | None, **given: object) -> None:
+    """Speed of the engine with speculative decoding over that without, on real text, in turns."""
+    from quire.cli.load_model import open_named
+
+    opened = open_named(model, {"device": "cpu", "threads": threads})
+    with loading_status():
+        from quire.cli.bench_engine import speculation as work
+
+    work(opened, given)
+
+
 @click.command("first-token", hidden=True)
 @click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
 @click.option("--batch", is_flag=True, help="As an engine for batches.")
@@ -425,4 +452,4 @@ def capacity(levels: "tuple[ServiceLevel, ...]", tolerance: float, as_json: bool
     work(LoadRun.read(given), levels, tolerance, as_json)
 
 
-COMMANDS = (throughput, latency, steps, startup, kernels, quality, first_token, race, serve, capacity)
+COMMANDS = (throughput, latency, steps, startup, kernels, quality, speculation, first_token, race, serve, capacity)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -332,6 +333,40 @@ def _quality_table(found: Many[WeightQuality], title: str) -> Table:
         numbers = (f"{each.mean_kl:.1e}", f"{each.worst_kl:.1e}", f"{each.worst_gap:.2f}")
         table.add_row(each.settings, f"{each.agreement:.2%}", *numbers, each.weights)
     return table
+
+
+def speculation(model: NamedModel, given: Mapping[str, object]) -> None:
+    from quire.bench.speculation import SpeculationFigure, measure_speculation  # imports help texts
+
+    def started(drafts: str) -> LLM:
+        return LLM.over(start(model._replace(config=replace(model.config, speculative=drafts)), report=False))
+
+    drafts = str(given["speculative"])
+    table = Table("task", "requests", "tokens/s without", "with", "times as fast (each repeat)", "drafts accepted",
+                  title=f"{model.opened.name} · --speculative {drafts}", title_justify="left")  # fmt: skip
+
+    def add(each: SpeculationFigure) -> None:
+        speeds = (statistics.median(seconds) for seconds in (each.plain_s, each.drafting_s))
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in each.ratios)
+        table.add_row(each.task, str(each.num_requests), *(f"{each.num_tokens / speed:.1f}" for speed in speeds),
+                      f"{each.ratio:.2f} ({ratios})", f"{each.accepted} of {each.drafted}")  # fmt: skip
+
+    figures = measure_speculation(
+        started("off"),
+        started(drafts),
+        tasks=given["tasks"],  # type: ignore[arg-type]  # as the command line has checked them
+        sizes=given["sizes"],  # type: ignore[arg-type]
+        repeats=int(str(given["repeats"])),
+        num_output=int(str(given["num_output"])),
+        temperature=float(str(given["temperature"])),
+        say=lambda line: err.print(line, style="dim"),
+    )
+    for each in figures:
+        if given["as_json"]:
+            print(json.dumps({**each._asdict(), "ratio": each.ratio, **environment(sys.argv[1:], "cpu")}), flush=True)
+        add(each)
+    if not given["as_json"]:
+        out.print(table)
 
 
 def compare_transformers(model: NamedModel, given: Mapping[str, object]) -> None:

@@ -1,6 +1,7 @@
 """Drafters: cheap proposals for a row's next tokens, which a step then verifies (speculative decoding).
 
-    ngram    prompt lookup: what followed the row's last tokens where they occurred before, in its prompt or its output
+    ngram    prompt lookup: what followed the last tokens of a row where they occurred before, in prompt or output; the
+             more of them are alike, the more is proposed
     tree     what an earlier request with the same prefix went on with, as the prefix tree remembers it (the plan hands
              it to the row when the row starts); followed for as long as the row says the same, and found again where
              the row returns to it
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 from quire.core.ids import IntArray, Row
 from quire.core.step import Drafts, RowStart
 
-# Neither was tuned. Two tokens alike are mostly chance in prose, and often right in code and quotations.
-MIN_NGRAM = 2
-MAX_NGRAM = 5
+# The default model on stories and quotations, drawn at temperature 0.8: after 2 tokens that occurred before, the next
+# one is the same in 37 % of the places, after 3 in 50 %, after 12 in 90 %; greedy in 65, 75 and 96 %. The number of
+# tokens that are the same from there on grows about as fast as the number alike before.
+MIN_NGRAM = 3
+MAX_NGRAM = 12
 _NOTHING: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -45,10 +48,10 @@ class NgramDrafter:
         pass
 
     def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
-        end = find_suffix(tokens[:-1], tokens)
-        if end is None:
+        found = find_suffix(tokens[:-1], tokens)
+        if found is None:
             return _NOTHING
-        following = tokens[end:]
+        following, count = tokens[found.end :], min(count, found.num_likely)
         return np.resize(following, count) if len(following) < count else following[:count]  # a loop goes on as a loop
 
 
@@ -82,7 +85,7 @@ class TreeDrafter:
             found = find_suffix(continuation, tokens)
             if found is None:
                 return _NOTHING
-            start = found
+            start, count = found.end, min(count, found.num_likely)
         self._places[row] = _Place(len(tokens), start)
         return continuation[start : start + count]
 
@@ -94,8 +97,20 @@ class _Place(NamedTuple):
     start: int
 
 
-def find_suffix(text: IntArray, tokens: IntArray) -> int | None:
-    """Where the longest suffix of the tokens, of MIN_NGRAM to MAX_NGRAM, ends in a text: its last occurrence."""
+class NgramMatch(NamedTuple):
+    """Where some last tokens end in a text, and how many they are."""
+
+    end: int
+    length: int
+
+    @property
+    def num_likely(self) -> int:
+        """Tokens that may be the same from there on."""
+        return self.length - MIN_NGRAM + 1
+
+
+def find_suffix(text: IntArray, tokens: IntArray) -> NgramMatch | None:
+    """The last occurrence of the longest suffix of the tokens, of MIN_NGRAM to MAX_NGRAM of them."""
     longest = min(MAX_NGRAM, len(tokens))
     if longest < MIN_NGRAM or len(text) < MIN_NGRAM:
         return None
@@ -104,9 +119,9 @@ def find_suffix(text: IntArray, tokens: IntArray) -> int | None:
         longer = ends[ends >= number]
         longer = longer[text[longer - number] == tokens[-1 - number]]
         if not len(longer):
-            return None if number < MIN_NGRAM else int(ends[-1]) + 1
+            return None if number < MIN_NGRAM else NgramMatch(int(ends[-1]) + 1, number)
         ends = longer
-    return int(ends[-1]) + 1
+    return NgramMatch(int(ends[-1]) + 1, longest)
 
 
 class Drafted(NamedTuple):

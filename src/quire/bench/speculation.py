@@ -1,0 +1,118 @@
+"""Speculative decoding on real text: tokens per second with and without drafts, in turns, by task and requests.
+
+    quote     the prompt has a passage of Python's help texts twice; the second breaks off, and the model continues it
+    repeat    a request that was answered before, again
+    chat      the beginning of a story, another one each time: nothing to repeat
+
+Both engines answer the same prompts one right after the other, so that what slows the machine slows both; a figure is
+the median of these ratios. The time is that from the first token of a batch to its last: prompts take as long with
+drafts as without. Outputs must be the same, or the measurement fails.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+from quire.core.sampling import SamplingParams
+from quire.llm import LLM
+
+_PASSAGE = 1500  # characters
+_BEGUN = 80  # of them, repeated in the prompt
+_PLACES = ("by the sea", "in the mountains", "on a small island", "at the edge of a forest", "in an old harbour town")
+_PERSONS = ("a clockmaker", "a young baker", "two brothers", "a retired captain", "a girl with a telescope")
+
+
+class SpeculationFigure(NamedTuple):
+    """One task with one number of requests."""
+
+    task: str
+    num_requests: int
+    num_tokens: int  # of all outputs of one repeat
+    plain_s: tuple[float, ...]  # of each repeat
+    drafting_s: tuple[float, ...]
+    drafted: int
+    accepted: int
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as fast with drafts, in each repeat."""
+        return [plain / drafting for plain, drafting in zip(self.plain_s, self.drafting_s, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def prompts_of(task: str, num_requests: int, repeat: int) -> list[str]:
+    """Different ones for each request, and but for `repeat` for each repeat."""
+    first = 0 if task == "repeat" else (1 + repeat) * num_requests
+    return [_prompt(task, first + number) for number in range(num_requests)]
+
+
+def _prompt(task: str, number: int) -> str:
+    if task == "quote":
+        text = "\n".join(topics[name] for name in sorted(topics))
+        start = number * _PASSAGE % (len(text) - _PASSAGE)
+        passage = text[start : start + _PASSAGE]
+        return f"{passage}\n\nThe same text again:\n\n{passage[:_BEGUN]}"
+    place, person = _PLACES[number % len(_PLACES)], _PERSONS[number // len(_PLACES) % len(_PERSONS)]
+    return f"Story {number}. Once upon a time there lived {person} {place}. One morning"
+
+
+def measure_speculation(
+    plain: LLM,
+    drafting: LLM,
+    *,
+    tasks: Many[str],
+    sizes: Many[int],
+    repeats: int,
+    num_output: int,
+    temperature: float = 0.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[SpeculationFigure]:
+    """Figures of every task and number of requests. The first repeat of each warms up and is not counted."""
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_output, ignore_eos=True)
+    for task in tasks:
+        for size in sizes:
+            say(f"{task}, {size}")
+            pairs: list[tuple[_Turn, _Turn]] = []  # without drafts, and with them
+            for repeat in range(1 + repeats):
+                prompts = prompts_of(task, size, repeat)
+                if repeat % 2:
+                    pair = _generate(plain, prompts, params), _generate(drafting, prompts, params)
+                else:
+                    pair = _generate(drafting, prompts, params), _generate(plain, prompts, params)
+                    pair = pair[::-1]
+                assert pair[0].tokens == pair[1].tokens, f"{task}: drafts changed an output"
+                pairs.append(pair)
+            counted = pairs[1:]
+            yield SpeculationFigure(
+                task,
+                size,
+                sum(map(len, counted[-1][0].tokens)),
+                tuple([turn.seconds for turn, _ in counted]),
+                tuple([turn.seconds for _, turn in counted]),
+                sum(turn.drafted for _, turn in counted),
+                sum(turn.accepted for _, turn in counted),
+            )
+
+
+class _Turn(NamedTuple):
+    seconds: float
+    tokens: list[list[int]]
+    drafted: int
+    accepted: int
+
+
+def _generate(llm: LLM, prompts: list[str], params: SamplingParams) -> _Turn:
+    outputs = llm.generate(prompts, params, progress=False)
+    first_s = [output.metrics.first_token_s or 0.0 for output in outputs]
+    last_s = [output.metrics.finished_s or 0.0 for output in outputs]
+    return _Turn(
+        max(last_s) - min(first_s),
+        [list(output.outputs[0].token_ids) for output in outputs],
+        sum(output.metrics.num_drafted_tokens for output in outputs),
+        sum(output.metrics.num_accepted_tokens for output in outputs),
+    )
