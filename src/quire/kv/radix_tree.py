@@ -152,8 +152,7 @@ class RadixTree:
             common = self._trie.common(child, data, at)
             if not common:
                 break
-            node, length = child, common
-            at += length
+            node, length, at = child, common, at + common
         run = data[at:]
         if run and length == len(node.tokens):  # the tokens end inside the first block of a child
             children = [node.children[key] for key in islice(node.keys.starting_with(run), MAX_CHILDREN_COMPARED)]
