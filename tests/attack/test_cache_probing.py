@@ -1,4 +1,4 @@
-"""One tenant asks whether another has sent a prompt: neither the usage nor the time may tell."""
+"""One tenant asks whether another has sent a prompt: neither the usage nor the time may tell. Nor can it evict that."""
 
 import random
 import time
@@ -10,9 +10,11 @@ import pytest
 from tests.attack.conftest import HOSTILE, INNOCENT
 from tests.chaos.conftest import Report
 from tests.server.scripted_servers import scripted
+from tests.server.server_process import Running
 
 NUM_PROBES = 500
 NUM_TOKENS = 640
+NUM_REPEATED = 3000
 
 
 def auc(hits: list[float], misses: list[float]) -> float:
@@ -69,3 +71,20 @@ def test_what_another_tenant_has_cached_cannot_be_seen(
         round(auc(hits, misses), 3),
     )
     report("  of its own prompts: AUC of the time (1: the cache works)", round(auc(own, misses), 3))
+
+
+def test_junk_of_one_key_does_not_evict_what_another_uses(server: Running, report: Report) -> None:
+    """The prompts of one key are some times the whole cache, all new; another repeats one prompt between them."""
+    repeated = {"prompt": [7] * NUM_REPEATED, "max_tokens": 1}
+    dice = random.Random(3)
+    with server.client(headers=INNOCENT) as innocent, server.client(headers=HOSTILE) as hostile:
+        innocent.post("/v1/completions", json=repeated).raise_for_status()
+        found = []
+        for _ in range(4):
+            for _ in range(24):
+                junk = "".join(dice.choices("0123456789", k=7_500))
+                hostile.post("/v1/completions", json={"prompt": junk, "max_tokens": 1}).raise_for_status()
+            usage = innocent.post("/v1/completions", json=repeated).json()["usage"]
+            found.append(usage["prompt_tokens_details"]["cached_tokens"])
+    report(f"4 × 180,000 tokens of junk: tokens of another key's {NUM_REPEATED} that are cached", found)
+    assert min(found) == NUM_REPEATED - 1

@@ -11,6 +11,7 @@ sequences of one request are a group: admitted, preempted and counted as one. Do
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +94,18 @@ class Request:
     @property
     def max_length(self) -> int:
         return len(self.prompt) + self.max_tokens
+
+
+def partition_name(tenant: str, cache_salt: str) -> str:
+    """One name for tenant and salt; no two pairs have the same."""
+    return f"{len(tenant)}:{tenant}{cache_salt}" if tenant or cache_salt else ""
+
+
+@lru_cache(maxsize=1024)
+def tenant_of(partition: str) -> str:
+    """The tenant in the name of a partition."""
+    length, colon, rest = partition.partition(":")
+    return rest[: int(length)] if colon and length.isdecimal() else ""
 
 
 class BlockOwner(NamedTuple):

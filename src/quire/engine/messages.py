@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict
 
 from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.core.request import partition_name
 from quire.core.sampling import SamplingParams
 from quire.core.validation import check_float, check_int, convert_numpy
 
@@ -50,8 +51,7 @@ class RequestOptions:
 
     @property
     def partition(self) -> str:
-        """One name for tenant and salt; no two pairs have the same."""
-        return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}" if self.tenant or self.cache_salt else ""
+        return partition_name(self.tenant, self.cache_salt)
 
     def deadline_s(self, now_s: float) -> float | None:
         return None if self.timeout_s is None else now_s + self.timeout_s

@@ -2,16 +2,20 @@
 
 The queue orders the leaves of one tier: the lowest class first, in it the least recently used leaf. Priority and last
 use of a node only ever grow, so an old entry is at worst too early: it is corrected when it comes up, and a use never
-searches the queue. The history holds hashes, never tokens. Neither depends on what happens to an evicted block.
+searches the queue. Each tenant has its part of the cache: what one caches does not evict what another still uses, as
+long as that is no more than an equal part. The history holds hashes, never tokens. Neither depends on what happens to
+an evicted block.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from quire.core.ids import RequestId
 from quire.core.moves import Tier
+from quire.core.request import tenant_of
 from quire.kv.block_pool import BlockPool
 from quire.kv.radix_node import Node
 
@@ -101,6 +105,85 @@ class EvictionQueue:
         heapify(self._heap)
         self._queued = {entry[3] for entry in (*self._sorted, *self._heap)}
         self._limit = max(64, 2 * len(self._queued))
+
+
+ACTIVE_WINDOW = 4  # times the blocks of the tier: a tenant that uses nothing while as many are cached has no share
+
+
+class FairEvictionQueue(EvictionQueue):
+    """The leaves of one tier, by tenant: of each class first those of tenants above their share, or inactive.
+
+    The share is an equal part of all that is cached, among the active tenants. Below it a tenant loses nothing while
+    another is above, however much that one caches; with one tenant, or all within their shares, the least recently used
+    leaf of all goes first.
+    """
+
+    __slots__ = ("_cached", "_num_cached", "_num_inserted", "_queues", "_used")
+
+    def __init__(self, tier: Tier, pool: BlockPool) -> None:
+        super().__init__(tier, pool)
+        self._queues: dict[str, EvictionQueue] = {}  # by tenant
+        self._cached: dict[str, int] = {}  # blocks by tenant
+        self._used: dict[str, int] = {}  # `_num_inserted` at the last use, by tenant
+        self._num_cached = 0
+        self._num_inserted = 0
+
+    def count(self, partition: str, num_blocks: int) -> None:
+        """Blocks were cached; if negative, dropped."""
+        tenant = tenant_of(partition)
+        num_left = self._cached.get(tenant, 0) + num_blocks
+        self._num_cached += num_blocks
+        self._num_inserted += max(num_blocks, 0)
+        if num_left:
+            self._cached[tenant] = num_left
+            self._used.setdefault(tenant, self._num_inserted)
+        else:
+            del self._cached[tenant], self._used[tenant]
+
+    def use(self, partition: str) -> None:
+        """A node of a partition was used."""
+        tenant = tenant_of(partition)
+        if tenant in self._used:
+            self._used[tenant] = self._num_inserted
+
+    def offer(self, node: Node) -> None:
+        tenant = tenant_of(node.partition)
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = EvictionQueue(self._tier, self._pool)
+        queue.offer(node)
+
+    def first(self) -> Node | None:
+        if len(self._queues) == 1:
+            (queue,) = self._queues.values()
+            return queue.first()
+        within = self._within_share()
+        heads = []
+        for tenant, queue in tuple(self._queues.items()):
+            node = queue.first()
+            if node is None:
+                del self._queues[tenant]
+            else:
+                heads.append((-node.priority, tenant in within, node.last_use, node.serial, node))
+        return min(heads)[-1] if heads else None
+
+    def _within_share(self) -> set[str]:
+        """The active tenants that have no more than their share."""
+        oldest = self._num_inserted - ACTIVE_WINDOW * self._pool.num_in_service
+        active = [tenant for tenant, used in self._used.items() if used >= oldest]
+        return {tenant for tenant in active if self._cached[tenant] * len(active) <= self._num_cached}
+
+    def __contains__(self, node: Node) -> bool:
+        queue = self._queues.get(tenant_of(node.partition))
+        return queue is not None and node in queue
+
+    def audit(self, nodes: Iterable[Node]) -> None:
+        """The blocks of these nodes are counted right, by tenant."""
+        cached: Counter[str] = Counter()
+        for node in nodes:
+            cached[tenant_of(node.partition)] += len(node.blocks)
+        assert cached == self._cached, f"cached blocks by tenant are {self._cached}, not {cached}"
+        assert cached.total() == self._num_cached and self._used.keys() == cached.keys(), self._used
 
 
 MAX_EVICTIONS_KEPT = 16_384  # arbitrary: about 3 MB; two equal hashes of 64 bits are not to be expected

@@ -18,7 +18,7 @@ from quire.core.ids import BlockId, IntArray, RequestId
 from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
-from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, EvictionQueue
+from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, FairEvictionQueue
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, decode, encode
 from quire.kv.trie import Trie
 
@@ -88,8 +88,8 @@ class RadixTree:
         self._trie = Trie(block_size)
         self._pool = pool
         self._host = host if host is not None else BlockPool(0)
-        self._queue = EvictionQueue(Tier.DEVICE, self._pool)
-        self._host_queue = EvictionQueue(Tier.HOST, self._host)
+        self._queue = FairEvictionQueue(Tier.DEVICE, self._pool)
+        self._host_queue = FairEvictionQueue(Tier.HOST, self._host)
         self._history = EvictionHistory()
         self._clock = 0
 
@@ -285,6 +285,7 @@ class RadixTree:
         if node.may_extend(owner.priority, owner.request):
             node.extend(rest, blocks)
             self._pool.adopt(blocks)
+            self._queue.count(node.partition, len(blocks))
             return Inserted(node, len(blocks))
         if len(rest) < self._trie.block_bytes:
             known, num_tokens = node.nearest(rest)
@@ -297,6 +298,7 @@ class RadixTree:
                 self._remove(redundant)
         leaf = self._trie.add_leaf(node, rest, blocks.copy(), owner.priority, owner.request)
         self._pool.adopt(leaf.blocks)
+        self._queue.count(leaf.partition, len(leaf.blocks))
         return Inserted(leaf, len(leaf.blocks))
 
     def _insert_covered_tail(self, node: Node, known: Node, rest: bytes, blocks: IntArray) -> Inserted:
@@ -329,10 +331,12 @@ class RadixTree:
         """A host node below a device node gets device blocks, which a table holds."""
         assert node.tier is Tier.HOST and node.parent is not None and node.parent.tier is Tier.DEVICE, node
         self._host.disown(node.blocks)
+        self._host_queue.count(node.partition, -len(node.blocks))
         node.blocks = blocks.copy()
         node.tier = Tier.DEVICE
         node.parent.num_device_children += 1
         self._pool.adopt(node.blocks)
+        self._queue.count(node.partition, len(node.blocks))
 
     # Eviction.
 
@@ -404,6 +408,8 @@ class RadixTree:
         self._host.adopt(node.blocks)
         self._host.release(node.blocks)
         self._pool.disown(sources)
+        self._host_queue.count(node.partition, len(sources))
+        self._queue.count(node.partition, -len(sources))
         node.tier = Tier.HOST
         parent.num_device_children -= 1
         parent.inherit(node)
@@ -424,6 +430,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         for each in self._trie.remove(node):
+            self._queue_of(each).count(each.partition, -len(each.blocks))
             if dropped is not None and each.tier is Tier.DEVICE:
                 dropped.append(each.blocks)
             else:
@@ -435,11 +442,12 @@ class RadixTree:
     def _touch(self, node: Node) -> None:
         self._clock += 1
         node.last_use = self._clock
+        self._queue_of(node).use(node.partition)
 
     def _pool_of(self, node: Node) -> BlockPool:
         return self._pool if node.tier is Tier.DEVICE else self._host
 
-    def _queue_of(self, node: Node) -> EvictionQueue:
+    def _queue_of(self, node: Node) -> FairEvictionQueue:
         return self._queue if node.tier is Tier.DEVICE else self._host_queue
 
     # For tests and audits.
@@ -460,6 +468,7 @@ class RadixTree:
             (Tier.HOST, self._host, self._host_queue),
         ):
             runs = [(node, node.blocks.tolist()) for node in everything if node.tier is tier]
+            queue.audit(node for node, _ in runs)
             blocks = [block for _, run in runs for block in run]
             assert len(set(blocks)) == len(blocks), f"a {tier.value} block is in the tree twice"
             assert len(blocks) == pool.num_cached, f"{tier.value}: {len(blocks)} blocks, {pool.num_cached} cached"

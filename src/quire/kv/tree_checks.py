@@ -4,11 +4,14 @@ Matches are compared with a scan of all cached paths of the partition, evictions
 must end in a block of its table, and what is used must count as used.
 """
 
+from collections import Counter
+from fractions import Fraction
+
 from quire.core.ids import IntArray
 from quire.core.moves import Tier
-from quire.core.request import BlockOwner
+from quire.core.request import BlockOwner, tenant_of
 from quire.kv.block_pool import BlockPool
-from quire.kv.eviction import EvictionQueue
+from quire.kv.eviction import ACTIVE_WINDOW, FairEvictionQueue
 from quire.kv.manager import KVManager
 from quire.kv.radix_node import TOKEN_BYTES, Node, encode
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
@@ -20,21 +23,47 @@ def add_tree_checks(kv: KVManager) -> None:
         kv.tree = _CheckedTree(kv.block_size, kv.pool, kv.host)
 
 
-class _CheckedEvictionQueue(EvictionQueue):
+class _CheckedEvictionQueue(FairEvictionQueue):
     """The next leaf to evict, by a scan of the tree."""
 
-    __slots__ = ("_blocks", "_tree", "_where")
+    __slots__ = ("_blocks", "_num_added", "_tree", "_used_at", "_where")
 
     def __init__(self, tier: Tier, pool: BlockPool, tree: RadixTree) -> None:
         super().__init__(tier, pool)
         self._where = tier
         self._blocks = pool
         self._tree = tree
+        self._num_added = 0
+        self._used_at: dict[str, int] = {}  # the blocks added before a tenant's last use
+
+    def count(self, partition: str, num_blocks: int) -> None:
+        super().count(partition, num_blocks)
+        tenant = tenant_of(partition)
+        self._num_added += max(num_blocks, 0)
+        self._used_at.setdefault(tenant, self._num_added)
+        if tenant not in self._cached:
+            del self._used_at[tenant]
+
+    def use(self, partition: str) -> None:
+        super().use(partition)
+        if tenant_of(partition) in self._used_at:
+            self._used_at[tenant_of(partition)] = self._num_added
 
     def least(self) -> Node | None:
-        """The least recently used leaf of the lowest class."""
-        leaves = [node for node in self._tree.nodes() if node.tier is self._where and self._ends(node)]
-        return min(leaves, key=lambda node: (-node.priority, node.last_use, node.serial), default=None)
+        """The least recently used leaf of the lowest class, of tenants above their share before others."""
+        nodes = [node for node in self._tree.nodes() if node.tier is self._where]
+        leaves = [node for node in nodes if self._ends(node)]
+        held = Counter({tenant_of(node.partition): 0 for node in nodes})
+        for node in nodes:
+            held[tenant_of(node.partition)] += len(node.blocks)
+        window = ACTIVE_WINDOW * self._blocks.num_in_service
+        active = {tenant for tenant in held if self._num_added - self._used_at[tenant] <= window}
+        within = {tenant for tenant in active if held[tenant] <= Fraction(held.total(), len(active))}
+        return min(
+            leaves,
+            key=lambda node: (-node.priority, tenant_of(node.partition) in within, node.last_use, node.serial),
+            default=None,
+        )
 
     def first(self) -> Node | None:
         found = super().first()

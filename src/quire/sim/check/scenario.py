@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 
 from quire.core.ids import IntArray, RequestId
-from quire.core.request import BeamParams, EarlyStopping, Request
+from quire.core.request import BeamParams, EarlyStopping, Request, partition_name
 from quire.core.sampling import RowSampling
 from quire.kv.manager import count_blocks
 from quire.sched.policy import REGIMES, Policy
@@ -203,6 +203,7 @@ def with_rivals(scenario: Scenario) -> Scenario:
         arrival_chance=0.3,
         priorities=(0,),
         tenants=("x", "y", "z"),
+        partitions=tuple(partition_name(tenant, salt) for tenant in "xyz" for salt in ("", "salt")),
         beams=False,
         policy=replace(
             scenario.policy, regime=REGIMES["prefix"], order=order, max_preemptions=3, max_waiting=None,
