@@ -15,6 +15,7 @@ SCRIPT_OF = {
     "litellm": "use_litellm.py",
     "instructor": "use_instructor.py",
     "pydantic-ai": "use_pydantic_ai.py",
+    "openai-agents": "use_openai_agents.py",
     "llm": "use_llm.py",
 }
 

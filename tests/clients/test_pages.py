@@ -19,6 +19,7 @@ SHOWN = {
     "litellm": "litellm",
     "instructor": "instructor",
     "pydantic-ai": "pydantic-ai",
+    "openai-agents": "openai-agents",
 }
 
 
