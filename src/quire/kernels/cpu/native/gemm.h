@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "amx.h"
-#include "gemm_tiles.h"
+#include "float_tiles.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -41,6 +41,14 @@ struct QuantizedPanel {
         return token;
 #endif
     }
+    // Whether some whole panels are done, all at once.
+    static bool many(const uint8_t* panels, int count, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+        if constexpr (kFloatProducts && kExactInFloat<F>) {
+            if (x.quantized.strips) float_panels<F>(panels, count, x, token, end, out, stride);
+            return x.quantized.strips != nullptr;
+        }
+        return false;
+    }
 };
 
 template <class F>
@@ -52,6 +60,7 @@ struct PlainPanel {
         plain_tile<F, kTokens, kVectors>(panel, row, x.values + token * x.width, x.width, out, stride);
     }
     static int64_t matrix_unit(const uint8_t*, const Rows&, int64_t token, int64_t, float*, int64_t) { return token; }
+    static bool many(const uint8_t*, int, const Rows&, int64_t, int64_t, float*, int64_t) { return false; }
 };
 
 constexpr int kVectorsPerPanel = kPanelRows / Simd::kLanes;
@@ -78,6 +87,8 @@ static void multiply_panel(const uint8_t* panel, const Rows& x, int64_t token, i
 template <class Panel>
 static void multiply_panels(const Segment& segment, int first, int last, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
     const int64_t bytes = Panel::bytes(x.width);
+    const int whole = std::max(0, std::min(last, segment.num_rows / kPanelRows) - first);
+    if (Panel::many(segment.data + first * bytes, whole, x, token, end, out + token * stride + first * kPanelRows, stride)) first += whole;
     for (int panel = first; panel < last; panel++) {
         const int rows = std::min(kPanelRows, segment.num_rows - panel * kPanelRows);
         float* target = out + token * stride + panel * kPanelRows;
@@ -109,8 +120,6 @@ static inline Multiply multiply_for(int32_t format) {
         default: return multiply_panels<QuantizedPanel<SixBits>>;
     }
 }
-
-constexpr int kTokensAtOnce = 128;  // so that their activations stay in the cache of a core
 
 // out: [tokens, width_out]
 static inline void linear(ThreadPool& pool, const Linear& weight, const Rows& x, int64_t tokens, float* out) {
