@@ -116,6 +116,7 @@ def test_a_drafting_row_is_short_exactly_when_its_table_may_not_reach(data: st.D
             assert (row in due, row in short) == (lacks and not drafting, lacks and drafting), (row, drafter)
             assert calendar.position_at(Row(row), step) == min(drafter.position, drafter.last)
             assert drafting or not any(drafter.in_flight)
+            assert calendar.reach(Row(row), step) == drafter.reach()
         calendar.book_granted(np.array(due, dtype=np.intp), step)
         tables[due] += 1
         drafts = dict.fromkeys(decoding, 0)

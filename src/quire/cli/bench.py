@@ -242,7 +242,8 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
     "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Pairs of runs, one warm-up more."
 )
 @click.option("--temperature", type=FiniteRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--speculative", type=click.Choice(SPECULATIVE[1:]), default="auto", show_default=True, help="Drafts.")
+@click.option("--speculative", type=click.Choice(SPECULATIVE), default="auto", show_default=True,
+              help="Drafts; off: two engines without, which shows how exact the ratios are.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of the table.")
 def speculation(model: str | None, threads: int | None, **given: object) -> None:
