@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU wheel of this version serves machines without a GPU; override for another build.
 TORCH ?= torch==2.13.0
+# The index to take torch from; the one that torch's own instructions name for CPUs has much smaller packages.
+TORCH_INDEX ?=
 # Two processes share the files of tests; a file's tests stay together, and so do the servers they start.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -74,7 +76,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	@echo "2/3 installing $(TORCH): the CPU build takes 757 MB of disk, one with CUDA several times that"
-	$(BIN)/pip install "$(TORCH)"
+	$(BIN)/pip install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 
 # Installing compiles the native CPU kernels.
 NATIVE := $(wildcard src/quire/kernels/cpu/native/*.h src/quire/kernels/cpu/native/*.cpp)

@@ -146,7 +146,7 @@ def chat_support(served: "ServedModel") -> str:
 
 
 def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:
-    say(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · docs /docs · metrics /metrics)")
+    say(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · engine /engine · docs /docs · metrics /metrics)")
     say(
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """
         """-d '{"messages":[{"role":"user","content":"hi"}]}'"""
