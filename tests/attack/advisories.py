@@ -365,11 +365,9 @@ def access() -> list[Case]:
         "/load",
         "/server_info",
         "/v1/models",
-        "/docs",
         "/openapi.json",
         "/tokenizer_info",
         "/info",
-        "/",
     ]
     admin = ["/pause", "/resume", "/abort_requests", "/reset_prefix_cache"]
     keys = ["", "sk-hostil", "sk-hostilee", "SK-HOSTILE", "sk-hostile\x00", "sk-hostile,sk-innocent", "null", "*",
