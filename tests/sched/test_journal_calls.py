@@ -31,7 +31,9 @@ from quire.sched.scheduler import Scheduler
 from tests.sched.test_fault_bisection import Allergic, request_of
 
 # These change nothing that a decision depends on.
-QUERIES = {"explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence", "row_sequences"}
+QUERIES = {
+    "explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence", "row_sequences", "running_sequences",
+}  # fmt: skip
 UNRECORDED = QUERIES | {"running_groups", "overdue"}  # the last hands over sequences that have finished already
 
 
