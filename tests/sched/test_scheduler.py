@@ -194,7 +194,8 @@ def test_a_cut_chunk_has_a_captured_size_and_grows_while_prompts_queue() -> None
     crowd = Bench(blocks=100, rows=6, budget=64, policy=replace(policy, itl_target_s=0.025), cost=cost)
     for start in (1, 5):
         crowd.add([start] * 10, 30)
-    crowd.turn()
+    for _ in range(2):  # the efficient size holds one and a half of them
+        crowd.turn()
     late = crowd.add([2] * 50, 2)
     crowd.run()
     assert [chunk.length for chunk in crowd.chunks_of(late)] == [20, 20, 10], "two decode: steps have other sizes"
