@@ -1,5 +1,7 @@
 """vLLM's names of metrics: what dashboards, routers and autoscalers written for vLLM ask for, with the same values."""
 
+import itertools
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -88,3 +90,18 @@ def test_the_size_of_the_cache_is_a_label(samples: dict[str, list[Sample]]) -> N
 
 def test_without_an_engine_there_is_a_page() -> None:
     assert "vllm:cache_config_info" not in samples_of(Metrics(lambda: None, lambda: 0.0, "m").page().decode())
+
+
+def test_a_flood_of_requests_for_the_page_takes_a_share_of_the_time() -> None:
+    """Each look at this clock takes 30 ms, so that a page takes 30 and the next comes 30 later."""
+    clock = (0.03 * count for count in itertools.count())
+    metrics = Metrics(lambda: None, clock.__next__)
+    fresh = 0
+    for count in range(300):
+        metrics.generation_tokens.inc()
+        fresh += f"quire_generation_tokens_total {count + 1}.0" in metrics.page().decode()
+    assert 1.0 / 0.03 < fresh < 150, "a second at once, then every so often"
+    calm = Metrics(lambda: None, lambda: 0.0)
+    for count in range(20):
+        calm.generation_tokens.inc()
+        assert f"quire_generation_tokens_total {count + 1}.0" in calm.page().decode()

@@ -37,6 +37,9 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tok
             "drafted_tokens", "accepted_tokens", *(f"accepted_at_{place}" for place in range(1, MAX_DRAFTS + 1)),
             *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
+# Of the event loop's time, pages may take this share, and so much at once: some milliseconds each, to whoever asks.
+_PAGE_SHARE, _PAGE_BURST_S = 0.2, 1.0
+
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
 _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
@@ -58,6 +61,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._clock = clock
         self._last_delta_s: dict[int, float] = {}  # by continuation: (request number << 8) + index
+        self._page = b""  # the last one
+        self._page_at_s = clock()
+        self._page_time_left_s = _PAGE_BURST_S
         self.engine = EngineGauges(stats)
         self.registry.register(self.engine)
         self._vllm = VllmMetrics(model_name, lambda: self.engine.info())
@@ -90,7 +96,15 @@ class Metrics:
             self.successes.labels(reason.value)
 
     def page(self) -> bytes:
-        return generate_latest(self)
+        """The page as it is now; under a flood of requests for it the last one, some ten ms old."""
+        now_s = self._clock()
+        earned_s = _PAGE_SHARE * max(now_s - self._page_at_s, 0.0)
+        self._page_time_left_s = min(self._page_time_left_s + earned_s, _PAGE_BURST_S)
+        self._page_at_s = now_s
+        if not self._page or self._page_time_left_s > 0:
+            self._page = generate_latest(self)
+            self._page_time_left_s -= self._clock() - now_s
+        return self._page
 
     def collect(self) -> Iterator[Metric]:
         families = list(self.registry.collect())
