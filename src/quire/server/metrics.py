@@ -37,7 +37,7 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tok
             "drafted_tokens", "accepted_tokens", *(f"accepted_at_{place}" for place in range(1, MAX_DRAFTS + 1)),
             *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
-# Of the event loop's time, pages may take this share, and so much at once: some milliseconds each, to whoever asks.
+# Of the event loop's time, pages may take this share, and so much at once. A page takes some milliseconds.
 _PAGE_SHARE, _PAGE_BURST_S = 0.2, 1.0
 
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
