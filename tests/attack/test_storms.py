@@ -153,7 +153,8 @@ def test_a_short_body_that_asks_for_much(
 @pytest.mark.parametrize("fields", [{"n": NUM_ROWS, "max_tokens": 500}, {"n": 8, "max_tokens": 500}])
 def test_requests_of_many_rows(server: Running, report: Report, fields: dict[str, Any]) -> None:
     sent = [request(completion_body("endless", **fields), headers=HOSTILE)] * 5
-    endure(server, report, f"5 requests with n = {fields['n']}", statuses_of(server.port, sent))
+    name = f"5 requests with n = {fields['n']}"
+    assert endure(server, report, name, statuses_of(server.port, sent)) == {200: 5}
 
 
 def test_stored_responses_of_others(server: Running, report: Report) -> None:
