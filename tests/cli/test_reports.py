@@ -39,6 +39,12 @@ def test_check_fails_when_an_invariant_is_violated(quire: Shell, monkeypatch: py
     assert "trial seed" in result.err
 
 
+def test_check_on_a_gpu_says_that_there_is_none(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = quire("check", "--runner", "cuda", "--steps", "300")
+    assert result.status == 2 and "use --runner torch" in result.err and result.out == ""
+
+
 def test_models_lists_what_is_not_here_yet(quire: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("a folder whose name alone is far wider than any terminal " * 3).strip()
     monkeypatch.setenv("XDG_CACHE_HOME", str(deep))

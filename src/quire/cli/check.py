@@ -147,9 +147,9 @@ def _has_min_tokens(runner: str) -> bool:
 def _runner(runner: str) -> RunnerFactory:
     if runner == "numpy":
         return numpy_oracle
-    from quire.engine.oracle_runner import torch_oracle
+    from quire.engine.oracle_runner import cuda_oracle, torch_oracle
 
-    return torch_oracle
+    return cuda_oracle() if runner == "cuda" else torch_oracle
 
 
 def replay(path: Path) -> int:

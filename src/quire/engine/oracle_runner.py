@@ -1,20 +1,24 @@
 """The integer model behind the real runner, as a body for `quire check`."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.core.ids import IntArray, Row
 from quire.core.moves import Move, Place, Tier
 from quire.core.oracle import planted_drafts
 from quire.core.step import Pending, RowStart, StepPlan
 from quire.kernels.row_interface import RowKernels
+from quire.kernels.select import select_kernels
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
+from quire.sim.check.trial import RunnerFactory
 
 _ERASED = -7  # no token and no position
 
@@ -125,3 +129,11 @@ def torch_oracle(
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,
     )
+
+
+def cuda_oracle() -> RunnerFactory:
+    """On the GPU, with the kernels and CUDA graphs that an engine uses there."""
+    if not torch.cuda.is_available():
+        raise ConfigError("runner is cuda, but torch finds no GPU on this machine; use --runner torch.", param="runner")
+    choice = select_kernels("cuda")
+    return partial(torch_oracle, device="cuda", row_kernels=choice.row_kernels, copy_blocks=choice.copy_blocks)
