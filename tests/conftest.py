@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ SHALLOW_CACHE = models_folder().parent / "shallow"  # as XDG_CACHE_HOME
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run every example of every grid: see tests/tiers.py")
     parser.addoption("--dose", type=int, help="how many requests, kills or connections the test of an attack makes")
+    parser.addoption("--attack-seed", type=int, default=0, help="other random choices of the tests of attacks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +79,13 @@ def dose(pytestconfig: pytest.Config) -> Callable[[int], int]:
     """How much of its attack a test makes: as `--dose` says, or the number that the test names."""
     given = pytestconfig.getoption("--dose")
     return lambda usual: usual if given is None else given
+
+
+@pytest.fixture(scope="session")
+def dice(pytestconfig: pytest.Config) -> Callable[[int], random.Random]:
+    """Random choices of an attack: those of the number that the test names, or others with `--attack-seed`."""
+    given = pytestconfig.getoption("--attack-seed")
+    return lambda usual: random.Random(f"{usual} {given}" if given else usual)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.attack.bombs import lark_bomb, regex_bomb, schema_bomb
 from tests.attack.conftest import HOSTILE, INNOCENT
-from tests.chaos.conftest import Dose, Report
+from tests.chaos.conftest import Dice, Dose, Report
 from tests.chaos.test_long import percentile
 from tests.server.many_clients import RawClient, RawResponse, fetch, request
 from tests.server.scripted_servers import completion_body
@@ -43,10 +43,10 @@ def ordinary(number: int) -> dict[str, object]:
 class Attack:
     """What the hostile and the innocent clients received."""
 
-    def __init__(self, port: int, num_bombs: int) -> None:
+    def __init__(self, port: int, num_bombs: int, chance: random.Random) -> None:
         self._port = port
         self._num_bombs = num_bombs
-        self._chance = random.Random(20)
+        self._chance = chance
         self.hostile: list[RawResponse] = []
         self.innocent: list[RawResponse] = []
         self.gaps_s: list[float] = []  # between the tokens of a stream: an engine that stands still shows here
@@ -86,17 +86,17 @@ class Attack:
 
 async def quiet_gaps_s(port: int) -> list[float]:
     """The same without an attack: what the machine does to a stream."""
-    quiet = Attack(port, 0)
+    quiet = Attack(port, 0, random.Random(0))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(quiet.watch(), 10)
     return quiet.gaps_s
 
 
 @pytest.mark.timeout(1800)
-def test_grammar_bombs(server: Running, report: Report, dose: Dose) -> None:
+def test_grammar_bombs(server: Running, report: Report, dose: Dose, dice: Dice) -> None:
     quiet_s = asyncio.run(quiet_gaps_s(server.port))
     engine, before_bytes, began_s = server.engine_pid, server.resident_bytes, time.monotonic()
-    attack = Attack(server.port, dose(NUM_BOMBS))
+    attack = Attack(server.port, dose(NUM_BOMBS), dice(20))
     asyncio.run(attack.run())
     statuses = Counter(each.status for each in attack.hostile)
     grown = server.resident_bytes - before_bytes

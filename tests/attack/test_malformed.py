@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.attack.conftest import HOSTILE, INNOCENT
-from tests.chaos.conftest import Dose, Report
+from tests.chaos.conftest import Dice, Dose, Report
 from tests.chaos.test_long import percentile
 from tests.server.http.test_json_bombs import BOMBS
 from tests.server.many_clients import RawClient, request
@@ -33,9 +33,9 @@ def spoilt(chance: random.Random, good: Sequence[bytes]) -> bytes:
 
 
 @pytest.mark.timeout(0)
-def test_malformed_requests(server: Running, report: Report, dose: Dose) -> None:
+def test_malformed_requests(server: Running, report: Report, dose: Dose, dice: Dice) -> None:
     """Good requests with some bytes changed, cut or doubled; after each 1,000 a good one."""
-    chance = random.Random(7)
+    chance = dice(7)
     good = [
         request(completion_body("hi", max_tokens=2), headers=HOSTILE),
         request({"messages": [{"role": "user"}]}, "/v1/chat/completions", HOSTILE),

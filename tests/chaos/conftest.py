@@ -1,5 +1,6 @@
 """A server that takes a beating, and a table of what was seen."""
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.server.server_process import Running
 
 Report = Callable[[str, object], None]
 Dose = Callable[[int], int]
+Dice = Callable[[int], random.Random]
 
 NUM_ROWS = 64
 
