@@ -28,6 +28,8 @@ ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 SPECULATIVE = ("off", "ngram", "tree", "ngram+tree", "auto")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
+_CPU_RESIDENT_SHARE = 8  # part of the KV cache of a CPU that unheld prefixes fill before one that was evicted is missed
+_CPU_LEAST_RESIDENT = 64 << 20  # bytes, for the same
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 8192  # default max_num_batched_tokens
 _DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
@@ -390,6 +392,7 @@ class ResolvedConfig:
     workspace_bytes: int  # left free on a GPU for activations, logits and CUDA graphs
     reasons: dict[str, str] = field(default_factory=dict)
     drafters: tuple[str, ...] = ()  # of speculative decoding
+    resident_limit: int | None = None  # KV blocks that unheld prefixes may fill at first; None: all
 
 
 def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
@@ -451,7 +454,14 @@ def resolve(
         workspace_bytes=workspace,
         reasons=reasons,
         drafters=_resolve_drafters(config, machine, reasons),
+        resident_limit=None if on_gpu or config.host_kv_memory else _resident_limit(kv_bytes, num_blocks),
     )
+
+
+def _resident_limit(kv_bytes: int, num_blocks: int) -> int:
+    """A CPU's memory becomes resident block by block; on a GPU, all of it is allocated at the start."""
+    most = max(kv_bytes // _CPU_RESIDENT_SHARE, _CPU_LEAST_RESIDENT)
+    return min(num_blocks * most // kv_bytes, num_blocks) if kv_bytes else 0
 
 
 def _resolve_drafters(config: EngineConfig, machine: MachineInfo, reasons: dict[str, str]) -> tuple[str, ...]:

@@ -98,6 +98,15 @@ def test_the_names_of_settings_are_those_of_the_scheduler():
     assert set(OVERCOMMITS) == {overcommit.value for overcommit in Overcommit}
 
 
+def test_unheld_prefixes_fill_an_eighth_of_the_memory_of_a_cpu_at_first():
+    block = 16 * PER_TOKEN
+    assert resolved(kv_cache_memory=2**30).resident_limit == (2**27) // block
+    assert resolved(kv_cache_memory=2**28).resident_limit == (2**26) // block
+    small = resolved(kv_cache_memory=2**20)
+    assert small.resident_limit == small.num_blocks
+    assert resolved(GPU).resident_limit is resolved(host_kv_memory=block).resident_limit is None
+
+
 def test_host_kv_memory_is_in_whole_blocks():
     block = 16 * PER_TOKEN
     assert resolved().num_host_blocks == resolved(GPU).num_host_blocks == 0

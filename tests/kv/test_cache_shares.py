@@ -17,8 +17,8 @@ ROW = Row(0)
 class Cache:
     """A cache of blocks of four tokens, used by one request after another."""
 
-    def __init__(self, num_blocks: int, *, host: int = 0) -> None:
-        self.kv = KVManager(num_blocks, 4, 1, num_host_blocks=host)
+    def __init__(self, num_blocks: int, *, host: int = 0, resident_limit: int | None = None, rows: int = 1) -> None:
+        self.kv = KVManager(num_blocks, 4, rows, num_host_blocks=host, resident_limit=resident_limit)
         add_tree_checks(self.kv)
         self._num_requests = 0
         self._next_token = 1000
@@ -30,11 +30,16 @@ class Cache:
         match = self.kv.match(owner, prompt, len(prompt) - 1)
         num_more = len(prompt) // 4 - (0 if match is None else len(match.blocks))
         num_found = self.kv.open(ROW, owner, match, num_more)
+        self.kv.note_miss(owner, prompt, num_found)
         self.kv.grow_to(ROW, len(prompt), owner.request)
         self.kv.take_moves()
         self.kv.close(ROW, owner, prompt)
         self.kv.audit()
         return num_found
+
+    @property
+    def num_touched(self) -> int:
+        return self.kv.pool.num_blocks - self.kv.pool.num_untouched
 
     def junk(self, tenant: str, num_blocks: int, *, salts: bool = False, priority: int = 0) -> None:
         """Prompts of four blocks that never come again."""
@@ -120,3 +125,40 @@ def test_evictions_against_a_scan_of_the_tree(uses: list[tuple[str, int, int]], 
     prompts = [cache.fresh(4 * length) for length in (3, 5, 7, 9, 11, 20)]
     for tenant, number, priority in uses:
         cache.run(tenant, prompts[number], priority=priority)
+
+
+def test_unheld_prefixes_fill_the_resident_limit_until_one_that_was_evicted_is_missed() -> None:
+    """Prompts of four blocks that never come again touch no more memory; one that comes again doubles what they may."""
+    cache = Cache(100, resident_limit=20)
+    first = cache.fresh(16)
+    cache.run("", first)
+    assert cache.num_touched == 4
+    cache.junk("", 200)
+    assert cache.num_touched == 20
+    assert cache.run("", first) == 0, "it was evicted"
+    for _ in range(3):
+        cache.junk("", 24)
+        assert cache.run("", first) == 15, "28 blocks stay cached now"
+    assert cache.num_touched == 40
+    for _ in range(4):
+        evicted = cache.fresh(16)
+        cache.run("", evicted)
+        cache.junk("", 400)
+        assert cache.run("", evicted) == 0
+    assert cache.num_touched == 100, "the limit ends at the size of the cache"
+
+
+def test_prefixes_keep_a_quarter_of_the_limit_however_much_rows_hold() -> None:
+    cache = Cache(100, resident_limit=40, rows=2)
+    cache.junk("", 40)
+    assert cache.num_touched == 40
+    owner = BlockOwner(RequestId(1000), "", 0)
+    cache.kv.open(Row(1), owner, None, 60)
+    cache.kv.grow_to(Row(1), 30 * 4, owner.request)
+    assert (cache.num_touched, cache.kv.pool.num_evictable) == (40, 8), "whole prompts are evicted"
+    cache.kv.grow_to(Row(1), 60 * 4, owner.request)
+    assert (cache.num_touched, cache.kv.pool.num_evictable) == (68, 8)
+    cache.kv.close(Row(1), owner, cache.fresh(240))
+    cache.junk("", 40)
+    assert cache.num_touched == 68
+    cache.kv.audit()

@@ -51,14 +51,16 @@ class ManagerMachine(RuleBasedStateMachine):
         prefix=st.sampled_from((True, True, True, False)),
         host=st.sampled_from((0, 0, 1, 3, 8)),
         keeps=st.sampled_from((1, 2)),
+        resident=st.sampled_from((None, 1, 4, 20)),
     )
-    def build(self, blocks: int, size: int, prefix: bool, host: int, keeps: int) -> None:
+    def build(self, blocks: int, size: int, prefix: bool, host: int, keeps: int, resident: int | None) -> None:
         self.kv = KVManager(
             blocks,
             size,
             ROWS,
             prefix=prefix,
             num_host_blocks=host if prefix else 0,
+            resident_limit=resident,
             worth_keeping=lambda start, stop: stop % keeps == 0,
         )
         self.size = size

@@ -225,7 +225,7 @@ def test_a_spec_survives_its_json() -> None:
         captured_sizes=captured_sizes,
         max_waiting=5,
     )
-    spec = SchedulerSpec(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
+    spec = SchedulerSpec(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5, resident_limit=5)
     assert read_spec(spec.to_json()) == spec
 
 

@@ -150,6 +150,7 @@ def make_scheduler(
         resolved.max_num_seqs,
         prefix=regime.prefix,
         num_host_blocks=resolved.num_host_blocks,
+        resident_limit=resolved.resident_limit,
         worth_keeping=lambda start, stop: costs.cheaper_to_swap(
             start, stop, count_blocks(stop - start, resolved.block_size)
         ),

@@ -3,6 +3,10 @@
 A row's table begins with the blocks of the longest cached prefix and grows by blocks from the pool. A reservation is a
 count: a block is allocated only by the plan that first writes it, and blocks reserved for one row are never given to
 another. Block copies (copy-on-write, demotion, promotion) collect here until the next plan takes them.
+
+Where memory becomes resident when a block is first written (a CPU), prefixes that no row holds fill a part of the pool
+only: beyond the resident limit the oldest are evicted before more memory is touched. Each request that asks for an
+evicted prefix doubles the limit, so the memory of a cache follows its use.
 """
 
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
+from quire.kv.eviction import CacheMiss, CacheMissKind
 from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
@@ -83,6 +88,7 @@ class RowBlocks:
 
 # Blocks evicted at once, ahead of need: an eviction costs about the same for one block and for many.
 _EVICTION_BATCH = 32
+_UNHELD_SHARE = 4  # of the resident limit: so much of it stays cached, however much rows hold
 
 
 def count_blocks(num_positions: int, block_size: int) -> int:
@@ -93,8 +99,8 @@ def count_blocks(num_positions: int, block_size: int) -> int:
 class KVManager:
     """The block tables of all rows over one pool, and the prefix tree."""
 
-    __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "host", "num_reserved", "pool", "step", "tables",
-                 "tree")  # fmt: skip
+    __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "host", "num_reserved", "pool", "resident_limit",
+                 "step", "tables", "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -104,6 +110,7 @@ class KVManager:
         *,
         prefix: bool = True,
         num_host_blocks: int = 0,
+        resident_limit: int | None = None,
         worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -111,6 +118,7 @@ class KVManager:
         self.block_size = block_size
         self.tree = RadixTree(block_size, self.pool, self.host) if prefix else None
         self.tables = BlockTables(max_rows)
+        self.resident_limit = num_blocks if resident_limit is None else resident_limit  # blocks
         self.num_reserved = 0  # of all rows
         self.step = 0  # of the plan being built; recorded with evictions
         self._worth_keeping = worth_keeping  # whether promoting positions [start, stop) is cheaper than computing them
@@ -129,6 +137,15 @@ class KVManager:
     def continuation(self, owner: BlockOwner, tokens: IntArray, limit: int) -> IntArray:
         """What earlier requests of the partition went on with after these tokens, up to `limit` tokens."""
         return NO_BLOCKS if self.tree is None else self.tree.continuation(owner.partition, tokens, limit)
+
+    def note_miss(self, owner: BlockOwner, tokens: IntArray, num_found: int) -> CacheMiss | None:
+        """Why the first whole block after `num_found` tokens is not cached; None if there is no such block."""
+        if self.tree is None:
+            return None
+        miss = self.tree.miss_reason(owner.partition, tokens, num_found // self.block_size * self.block_size)
+        if miss is not None and miss.kind is CacheMissKind.EVICTED:
+            self.resident_limit = min(2 * self.resident_limit, self.pool.num_blocks)
+        return miss
 
     def touch(self, match: PrefixMatch | None) -> None:
         """Mark a match as used: a request that waits keeps its prefix from being the next to be evicted."""
@@ -319,7 +336,7 @@ class KVManager:
     def _allocate(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Allocate reserved blocks into the row's table. Without `demoting`, the host tier stays as it is."""
         assert count <= self.tables.reserved.item(row), (row, count, self.tables.reserved[row])
-        if count > self.pool.num_free:
+        if count > self.pool.num_free - self.pool.num_untouched:
             self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
         self.reserve(row, -count)
@@ -327,12 +344,19 @@ class KVManager:
         return blocks
 
     def _make_free(self, count: int, by: RequestId | None, *, demoting: bool = True) -> None:
-        short = count - self.pool.num_free
+        short = max(count - self.pool.num_free, self._num_better_evicted(count))
         if short > 0:
             assert self.tree is not None, "more blocks are reserved than exist"
             demote = self._should_demote if demoting and self.host is not None else None
             evicted = self.tree.evict(short, batch=_EVICTION_BATCH, step=self.step, by=by, demote=demote)
             self._moves.extend(evicted.moves)
+
+    def _num_better_evicted(self, count: int) -> int:
+        """How many blocks to evict rather than to allocate `count` blocks of which some were never used."""
+        pool = self.pool
+        num_fresh = count - (pool.num_free - pool.num_untouched)
+        num_over = pool.num_blocks - pool.num_untouched + num_fresh - self.resident_limit
+        return min(num_fresh, num_over, pool.num_evictable - self.resident_limit // _UNHELD_SHARE)
 
     def _should_demote(self, node: Node, num_blocks: int) -> bool:
         stop = node.num_path_tokens

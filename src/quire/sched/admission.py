@@ -246,9 +246,8 @@ class Admission:
         counters.prompt_tokens += num_prompt
         counters.cached_tokens += group.num_cached
         self._state.load.admit(num_prompt, group.num_cached)
-        tree = self._state.kv.tree
-        if tree is not None and num_cached < num_prompt - 1:
-            num_whole = num_cached // self._state.kv.block_size * self._state.kv.block_size
-            miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
+        kv = self._state.kv
+        if kv.tree is not None and num_cached < num_prompt - 1:
+            miss = kv.note_miss(group.owner, leader.tokens, num_cached)
             evictor, reason = (None, "less than a block") if miss is None else (miss.by, miss.text)
             group.note(RequestEvent(step, EventKind.MISSED, num_prompt - num_cached, evictor, None, reason))

@@ -82,6 +82,7 @@ class SchedulerSpec:
     constants: Constants = UNMEASURED
     largest_chunk: int = 2048  # tokens; the chunk size assumed for recomputation
     seconds_per_block: float | None = None  # one-way copy to the host; None: there is no host tier
+    resident_limit: int | None = None  # blocks that unheld prefixes may touch at first; None: all
 
     def kv(self, worth_keeping: Callable[[int, int], bool]) -> KVManager:
         return KVManager(
@@ -90,6 +91,7 @@ class SchedulerSpec:
             self.max_rows,
             prefix=self.policy.regime.prefix,
             num_host_blocks=self.num_host_blocks,
+            resident_limit=self.resident_limit,
             worth_keeping=worth_keeping,
         )
 

@@ -69,6 +69,7 @@ class Scenario:
     block_size: int
     num_blocks: int
     num_host_blocks: int
+    resident_limit: int | None
     max_rows: int
     max_step_tokens: int
     depth: int
@@ -112,6 +113,7 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         embeddings=chosen % 4 == 0,
         grammars=chosen % 3 == 0,
         prompt_logprobs=chosen % 7 == 0,
+        resident_limit=scenario.num_blocks // 3 if chosen % 5 < 2 else None,
         policy=policy,
     )
     if rng.random() < 0.4:
@@ -132,6 +134,7 @@ def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
         block_size=block_size,
         num_blocks=largest + rng.choice((0, 0, 1, 2, largest, 4 * largest, max_rows * largest)),
         num_host_blocks=rng.choice((0, 0, 1, 4, largest)) if regime.prefix else 0,
+        resident_limit=None,
         max_rows=max_rows,
         max_step_tokens=max_rows + rng.choice((0, 1, 3, 7, 31, 255)),
         depth=rng.choice((0, 1, 2)),

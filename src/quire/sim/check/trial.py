@@ -394,6 +394,7 @@ def _build(scenario: Scenario, worth_keeping: Callable[[int, int], bool], journa
         scenario.max_step_tokens,
         num_host_blocks=scenario.num_host_blocks,
         policy=scenario.policy,
+        resident_limit=scenario.resident_limit,
     )
     if journal is not None:
         return JournaledScheduler(spec, journal, worth_keeping)
