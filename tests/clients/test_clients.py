@@ -17,6 +17,7 @@ SCRIPT_OF = {
     "pydantic-ai": "use_pydantic_ai.py",
     "openai-agents": "use_openai_agents.py",
     "llm": "use_llm.py",
+    "ollama": "use_ollama.py",
 }
 
 

@@ -20,6 +20,7 @@ SHOWN = {
     "instructor": "instructor",
     "pydantic-ai": "pydantic-ai",
     "openai-agents": "openai-agents",
+    "ollama": "ollama",
 }
 
 

@@ -1,4 +1,4 @@
-"""Random bodies of Responses, Messages and TGI: each becomes a chat or is refused; none raises anything else."""
+"""Random bodies of Responses, Messages, TGI and Ollama: each becomes a chat or is refused, never another error."""
 
 import json
 from typing import Any
@@ -10,6 +10,9 @@ from quire.core.errors import QuireError
 from quire.server.anthropic import messages as messages_request
 from quire.server.anthropic.messages import MessagesBody
 from quire.server.chat.prompt import chat_prompt
+from quire.server.context import ServedModel
+from quire.server.ollama import generate as ollama_request
+from quire.server.ollama.generate import OllamaChatBody
 from quire.server.openai import responses_input as responses_request
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.request.decode import decode
@@ -88,6 +91,30 @@ def test_tgi(body: dict[str, Any]) -> None:
         assert error.status == 400
         return
     assert completion.prompt == body["inputs"]
+
+
+MESSAGES = objects("role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id")
+
+
+@given(
+    st.fixed_dictionaries(
+        {"messages": st.lists(MESSAGES | st.fixed_dictionaries({"role": WORDS, "content": WORDS}), max_size=4)},
+        optional={
+            "tools": st.lists(objects("type", "function"), max_size=3),
+            "options": objects("stop", "top_k", "seed", "num_predict", "num_ctx", "mirostat", "repeat_last_n"),
+            "format": JSON,
+            "think": JSON,
+        },
+    )
+)
+def test_ollama(model: ServedModel, body: dict[str, Any]) -> None:
+    try:
+        chat = ollama_request.as_chat(decode(json.dumps(body).encode(), OllamaChatBody), model)
+        chat_prompt(chat)
+    except QuireError as error:
+        assert error.status == 400
+        return
+    assert all(isinstance(message["content"], str) for message in chat.messages)
 
 
 def test_consecutive_text_reasoning_and_calls_are_one_message() -> None:

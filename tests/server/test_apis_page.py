@@ -23,6 +23,7 @@ def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_each_endpoint_has_an_example() -> None:
     paths = {re.sub(r"https?://[^/]*", "", word) for command in COMMANDS for word in command.split() if "://" in word}
     assert paths >= {
+        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags", "/api/ps",
         "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/", "/generate", "/generate_stream", "/info",
     }  # fmt: skip
 
@@ -35,5 +36,5 @@ def test_each_example_works(http: httpx.Client, command: str) -> None:
     body = words[words.index("-d") + 1] if "-d" in words else None
     response = http.request("GET" if body is None else "POST", path, content=body, headers=headers)
     assert response.status_code == 200, response.text
-    streamed = response.headers["content-type"].startswith("text/event-stream")
+    streamed = response.headers["content-type"].startswith(("text/event-stream", "application/x-ndjson"))
     assert streamed == ("-sN" in words)

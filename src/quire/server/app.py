@@ -22,8 +22,12 @@ from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
 from quire.server.examples import EXAMPLES
-from quire.server.http.errors import HANDLERS
+from quire.server.http.errors import HANDLERS, is_ollama
 from quire.server.http.request_context import context_of, route_path
+from quire.server.ollama import generate as ollama
+from quire.server.ollama import models as ollama_models
+from quire.server.ollama.generate import OllamaChatBody, OllamaGenerateBody
+from quire.server.ollama.models import OllamaEmbeddingBody, OllamaModelBody, OllamaPromptBody
 from quire.server.openai import models, responses
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions
@@ -89,13 +93,16 @@ _TGI_ERROR = {
     "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
     "required": ["error", "error_type"],
 }
-ERRORS = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "TgiError": _TGI_ERROR}
+_OLLAMA_ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+ERRORS = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "TgiError": _TGI_ERROR, "OllamaError": _OLLAMA_ERROR}
 
 
 def error_of(endpoint: Endpoint) -> str:
     """The API whose error schema an endpoint uses: a key of `ERRORS`."""
     if endpoint.path.startswith("/v1/messages"):
         return "AnthropicError"
+    if is_ollama(endpoint.path):
+        return "OllamaError"
     return "TgiError" if endpoint.path in ("/", "/generate", "/generate_stream") else "Error"
 
 
@@ -141,6 +148,7 @@ def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str
     return operation
 
 
+_REFUSED = ("create", "copy", "push")  # of Ollama's API
 OPENAI = (
     Endpoint("POST", "/v1/chat/completions", chat_completions, "Create a chat completion.", ChatBody, generates=True),
     Endpoint("POST", "/v1/completions", completions, "Create text completions.", CompletionBody, generates=True),
@@ -164,6 +172,19 @@ TGI = (
     Endpoint("POST", "/generate_stream", tgi.generate_stream, "TGI: stream text.", GenerateBody, generates=True),
     Endpoint("GET", "/info", tgi.info, "Model info in TGI's format."),
 )
+OLLAMA = (
+    Endpoint("POST", "/api/chat", ollama.chat, "Ollama: continue a conversation.", OllamaChatBody, generates=True),
+    Endpoint("POST", "/api/generate", ollama.generate, "Ollama: generate.", OllamaGenerateBody, generates=True),
+    Endpoint("POST", "/api/embed", ollama_models.embed, "Ollama: embed texts.", OllamaEmbeddingBody, generates=True),
+    Endpoint("POST", "/api/embeddings", ollama_models.embeddings, "Ollama: embed.", OllamaPromptBody, generates=True),
+    Endpoint("GET", "/api/tags", ollama_models.tags, "Ollama: the models."),
+    Endpoint("GET", "/api/ps", ollama_models.ps, "Ollama: the loaded models."),
+    Endpoint("POST", "/api/show", ollama_models.show, "Ollama: one model.", OllamaModelBody),
+    Endpoint("GET", "/api/version", ollama_models.version, "Ollama: version."),
+    Endpoint("POST", "/api/pull", ollama_models.pull, "Ollama: done for a served model.", OllamaModelBody),
+    Endpoint("DELETE", "/api/delete", ollama_models.refuse, "Refused.", in_schema=False),
+    *(Endpoint("POST", f"/api/{verb}", ollama_models.refuse, "Refused.", in_schema=False) for verb in _REFUSED),
+)
 TOKENIZER = (  # as vLLM and llama.cpp have them
     Endpoint("POST", "/tokenize", models.tokenize, "Tokenize a text or a conversation.", TokenizeBody),
     Endpoint("POST", "/detokenize", models.detokenize, "Convert token ids to text.", DetokenizeBody),
@@ -186,7 +207,7 @@ ADMIN = (
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
-ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN)
+ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *OLLAMA, *TOKENIZER, *MONITORING, *ADMIN)
 STATIC_ROUTES = static_routes()
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)

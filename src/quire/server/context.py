@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
 from quire.core.ids import LONGEST_TOKEN
+from quire.core.model import ModelSpec
 from quire.core.process import trim_heap
 from quire.core.sampling import SamplingParams
 from quire.engine.model_format import ModelFormat, find_model_format
 from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
+from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
@@ -75,6 +78,30 @@ class TextThreads:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What a model's files say of it."""
+
+    spec: ModelSpec
+    file_format: str  # "gguf" or "safetensors"
+    num_bytes: int
+    num_parameters: int
+    encoding: str  # of most bytes: Q4_1, BF16, …
+
+
+def summarize(checkpoint: Checkpoint) -> ModelSummary:
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.num_bytes
+    return ModelSummary(
+        spec=checkpoint.spec,
+        file_format="gguf" if checkpoint.source is CheckpointSource.GGUF else "safetensors",
+        num_bytes=checkpoint.num_bytes,
+        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        encoding=max(sizes, key=sizes.__getitem__, default="unknown"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model as the APIs show it."""
 
@@ -89,6 +116,7 @@ class ServedModel:
     model_format: ModelFormat = ModelFormat()  # noqa: RUF009  frozen; of tool calls and reasoning
     constrainer: GrammarPrecompiler | None = None  # refuses grammars that do not compile
     text_threads: TextThreads = field(default_factory=TextThreads, compare=False)
+    summary: ModelSummary | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -168,6 +196,7 @@ def make_served_model(
         aliases=aliases[1:],
         model_format=find_model_format(template, opened.tokenizer, tool_format, reasoning_tags),
         constrainer=constrainer,
+        summary=summarize(opened.checkpoint),
     )
 
 

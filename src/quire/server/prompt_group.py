@@ -1,11 +1,20 @@
-"""Prompt group: several prompts of one HTTP request as one stream. A single prompt is a plain `RequestStream`."""
+"""Prompt group: several prompts of one HTTP request as one stream. A single prompt is a plain `RequestStream`.
+
+Also the embeddings of several prompts, in their order.
+"""
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
-from quire.engine.outputs import RequestOutput
+from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.ids import FloatArray
+from quire.engine.messages import RequestOptions
+from quire.engine.outputs import EMBEDDING, RequestOutput, unit
 from quire.server.async_engine import AsyncEngine, RequestStream, StreamItem
-from quire.server.request.params import GenerationRequest
+from quire.server.context import ServedModel
+from quire.server.request.params import GenerationRequest, keeps_start, prompt_list, truncate_prompt
+from quire.server.request.schema import EmbeddingBody
 
 
 def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
@@ -67,3 +76,71 @@ class PromptGroup:
                 waiting.exception()  # retrieved: one error is the response to the whole request
         for stream in self._streams:
             stream.close()
+
+
+MAX_INPUTS = 2048  # OpenAI's limit
+_AT_ONCE = 32  # inputs of one request in the engine at once: enough to fill a step, and others still get a share
+
+
+def _options(body: EmbeddingBody) -> RequestOptions:
+    names = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
+    return RequestOptions(**{name: value for name in names if (value := getattr(body, name)) is not None})
+
+
+def input_ids(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
+    """The inputs of a body as token ids. Encoding long texts is slow: call it on a thread."""
+    if body.dimensions is not None and body.dimensions < 1:
+        raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
+    generation = GenerationRequest(
+        params=EMBEDDING,
+        options=_options(body),
+        grammar=None,
+        stream=False,
+        without_tokens=True,
+        keeps_start=keeps_start(body.truncation_side),
+    )
+    inputs = []
+    for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
+        special = body.add_special_tokens is not False
+        if isinstance(text, str):
+            truncated = body.truncate_prompt_tokens is not None
+            whole = model.prompt_ids(text, "input", add_special_tokens=special, truncated=truncated)
+        else:
+            whole = model.checked_ids(text, "input")
+        if not whole:
+            raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
+        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)
+        model.check_length(len(ids), "input", at_least=False)
+        inputs.append(ids)
+    return inputs
+
+
+async def embed(engine: AsyncEngine, inputs: Sequence[list[int]], body: EmbeddingBody) -> list[FloatArray]:
+    """The vectors of all inputs, `_AT_ONCE` at a time, in order. One failure fails the request."""
+    options, dimensions = _options(body), body.dimensions
+    vectors: list[FloatArray] = []
+    waiting = deque(inputs)
+    calls: deque[RequestStream] = deque()
+    try:
+        while waiting or calls:
+            while waiting and len(calls) < _AT_ONCE:
+                calls.append(engine.submit(waiting.popleft(), EMBEDDING, options=options, pooled=True))
+            output = await calls[0].output()
+            assert output.embedding is not None, output.request_id
+            vectors.append(_truncate(output.embedding, dimensions))
+            calls.popleft()
+    finally:
+        for call in calls:
+            call.close()
+    return vectors
+
+
+def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:
+    """The first dimensions, normalized to length 1."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise InvalidParameter(
+            f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}.", param="dimensions"
+        )
+    return unit(vector[:dimensions])

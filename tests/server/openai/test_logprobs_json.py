@@ -3,8 +3,8 @@
 import math
 
 from quire.engine.outputs import Logprob
+from quire.server.chat.logprobs import CompletionLogprobs, Entry, TokenText, chat_logprobs, prompt_logprobs_json
 from quire.server.context import ServedModel
-from quire.server.openai.chunks import CompletionLogprobs, Entry, TokenText, chat_logprobs, prompt_logprobs_json
 from quire.text.detokenizer import Detokenizer
 
 IDS = TokenText(None, as_ids=True)

@@ -9,8 +9,8 @@ from openai.types.responses import Response, ResponseOutputMessage, ResponseOutp
 
 from quire.engine.outputs import Logprob
 from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
+from quire.server.chat.logprobs import TokenText
 from quire.server.context import ServedModel
-from quire.server.openai.chunks import TokenText
 from quire.server.openai.responses_output import TextLogprobs
 from tests.server.chat.test_tools import CLOCK, hermes
 from tests.server.chat_server import MODEL, speaking

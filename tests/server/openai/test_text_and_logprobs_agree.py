@@ -16,8 +16,9 @@ from quire.core.step_output import FinishedSequence
 from quire.engine.messages import RequestOptions
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
 from quire.engine.request_state import SequenceOutput, logprob_entry
+from quire.server.chat.logprobs import TokenText, chat_logprobs
 from quire.server.context import ServedModel
-from quire.server.openai.chunks import ChunkHeader, TokenText, chat_logprobs
+from quire.server.openai.chunks import ChunkHeader
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
 from quire.server.request.params import GenerationRequest
 from quire.text.detokenizer import decode_whole

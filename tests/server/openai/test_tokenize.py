@@ -13,8 +13,9 @@ from quire.engine.messages import RequestOptions
 from quire.engine.model_format import find_model_format
 from quire.engine.outputs import Delta
 from quire.server.app import ENDPOINTS
+from quire.server.chat.logprobs import TokenText
 from quire.server.context import ServedModel
-from quire.server.openai.chunks import ChunkHeader, TokenText
+from quire.server.openai.chunks import ChunkHeader
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
 from quire.server.request.params import GenerationRequest
 from quire.version import __version__

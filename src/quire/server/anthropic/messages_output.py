@@ -2,8 +2,6 @@
 
 import uuid
 
-import msgspec
-
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.server.chat.items import (
     ItemClosed,
@@ -14,7 +12,7 @@ from quire.server.chat.items import (
     OutputItemKind,
     OutputItems,
 )
-from quire.server.chat.session import ChatDelta, ChatResult, ChatStream
+from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, parsed_arguments
 from quire.server.http.errors import reply_to
 from quire.server.http.sse import client_error, named_event
 
@@ -140,13 +138,5 @@ def _block(item: OutputItem) -> Body:
         case OutputItemKind.TEXT:
             block["text"] = item.text
         case OutputItemKind.TOOL_CALL:
-            block["input"] = _arguments(item.text)
+            block["input"] = parsed_arguments(item.text)
     return block
-
-
-def _arguments(text: str) -> Body:
-    """The arguments as an object. Truncated or invalid JSON is returned as text under `invalid_json`."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, object])
-    except (ValueError, RecursionError):
-        return {"invalid_json": text}

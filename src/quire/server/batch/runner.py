@@ -24,6 +24,7 @@ from quire.server.batch.lines import (
     response_line,
 )
 from quire.server.http.auth import KeyRing
+from quire.server.http.errors import is_ollama
 from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers, first_error
 from quire.server.tgi.generate import generate_stream
@@ -69,7 +70,11 @@ def _scope(path: str, num_bytes: int, headers: Sequence[tuple[bytes, bytes]]) ->
     }
 
 
-URLS = tuple(endpoint.path for endpoint in ENDPOINTS if endpoint.generates and endpoint.handler is not generate_stream)
+URLS = tuple(  # not those that stream always, or by default
+    endpoint.path
+    for endpoint in ENDPOINTS
+    if endpoint.generates and endpoint.handler is not generate_stream and not is_ollama(endpoint.path)
+)
 _MAX_QUEUED = 256  # requests beyond the running ones: the engine never waits for the next
 _BUSY = (429, 503)
 _MAX_TRIES = 8

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 from starlette.concurrency import run_in_threadpool
 
 from quire.engine.model_format import OutputGrammar
@@ -48,6 +49,14 @@ class ToolCall:
     @property
     def arguments(self) -> str:
         return "".join(self._parts)
+
+
+def parsed_arguments(text: str) -> dict[str, object]:
+    """The arguments of a call as an object. Truncated or invalid JSON is returned as text under `invalid_json`."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, object])
+    except (ValueError, RecursionError):
+        return {"invalid_json": text}
 
 
 class ChoiceOutput:

@@ -1,6 +1,6 @@
 """Error replies: how an error becomes a status, headers and a JSON body. Does not depend on the engine.
 
-The body has the shape of the API that was called: OpenAI's, Anthropic's, or the flat one of text-generation-inference
+The body has the shape of the API that was called: OpenAI's, Anthropic's, Ollama's, or that of text-generation-inference
 with its own statuses. It is bounded, and has no path of this machine and no memory address. `rename_error_params`
 replaces internal names of fields by those of the API.
 """
@@ -151,6 +151,8 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Erro
     if path in TGI_PATHS:
         status = _STATUSES.get(error.status, error.status)
         body = {"error": parts["message"], "error_type": _TGI_TYPES.get(status, error.code)}
+    elif is_ollama(path):
+        body = {"error": parts["message"]}
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     return ErrorReply(status, _headers(error, len(content)), content)
 
@@ -158,6 +160,11 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Erro
 def is_anthropic(path: str) -> bool:
     """Whether a path is of Anthropic's API."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path is of Ollama's API."""
+    return path.startswith("/api/")
 
 
 def _headers(error: QuireError, num_bytes: int) -> Headers:

@@ -1,4 +1,4 @@
-"""Server-sent events and JSON responses: keep-alive comments, errors as events, disconnects.
+"""Streams of server-sent events or of JSON lines, and JSON responses: keep-alive bytes, errors in streams, disconnects.
 
 The status is sent with the first event or the first keep-alive comment. A failure before that has its own status; after
 it, the failure is an event and the stream closes without `[DONE]`.
@@ -7,7 +7,7 @@ it, the failure is an event and the stream closes without `[DONE]`.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -76,11 +76,21 @@ async def disconnected(receive: Receive) -> None:
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+
+
+class StreamFormat(NamedTuple):
+    """The media type of a stream, and the bytes that keep a silent one alive."""
+
+    media_type: str
+    keep_alive: bytes
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Content-Type": self.media_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+EVENTS = StreamFormat("text/event-stream; charset=utf-8", KEEP_ALIVE)
+JSON_LINES = StreamFormat("application/x-ndjson", b" ")  # space before a line's object; an empty line is not JSON
 
 Events = AsyncGenerator[bytes, None]
 
@@ -103,6 +113,7 @@ async def stream(
     on_close: Callable[[], None],
     keep_alive_s: float = KEEP_ALIVE_S,
     failed: Callable[[Exception], bytes] = error_event,
+    stream_format: StreamFormat = EVENTS,
 ) -> Response:
     """A response of these events; `on_close` is called at its end, however it ends.
 
@@ -116,7 +127,7 @@ async def stream(
             first.result()
         elif gone.done():
             raise ClientDisconnect
-        return EventStream(first, events, on_close, keep_alive_s, failed)
+        return EventStream(first, events, on_close, keep_alive_s, failed, stream_format)
     except BaseException:
         first.cancel()
         on_close()
@@ -135,14 +146,16 @@ class EventStream(Response):
         on_close: Callable[[], None],
         keep_alive_s: float,
         failed: Callable[[Exception], bytes],
+        stream_format: StreamFormat = EVENTS,
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=stream_format.headers)
         del self.headers["content-length"]
         self._first = first
         self._events = events
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._failed = failed
+        self._keep_alive_bytes = stream_format.keep_alive
         self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,7 +163,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if not self._first.done():
-                await self._write(send, KEEP_ALIVE)
+                await self._write(send, self._keep_alive_bytes)
             gone = asyncio.ensure_future(disconnected(receive))
             tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._keep_alive(send)))]
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +195,7 @@ class EventStream(Response):
         while True:
             silent_s = time.monotonic() - self._sent_s
             if silent_s >= self._keep_alive_s:
-                await self._write(send, KEEP_ALIVE)
+                await self._write(send, self._keep_alive_bytes)
                 silent_s = 0.0
             await asyncio.sleep(self._keep_alive_s - silent_s)
 

@@ -5,20 +5,13 @@ from starlette.responses import Response
 
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
+from quire.server.chat.logprobs import TokenText, chat_logprobs, prompt_logprobs_json
 from quire.server.chat.prompt import chat_prompt
 from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput, start_chat
 from quire.server.context import ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
-from quire.server.openai.chunks import (
-    ChunkHeader,
-    ChunkWriter,
-    TokenText,
-    chat_logprobs,
-    prompt_logprobs_json,
-    running_usage,
-    usage,
-)
+from quire.server.openai.chunks import ChunkHeader, ChunkWriter, running_usage, usage
 from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, chat_generation
 from quire.server.request.schema import ChatBody

@@ -6,18 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
+from quire.server.chat.logprobs import CompletionLogprobs, TokenText, prompt_logprobs_json
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
-from quire.server.openai.chunks import (
-    ChunkHeader,
-    ChunkWriter,
-    CompletionLogprobs,
-    TokenText,
-    prompt_logprobs_json,
-    running_usage,
-    usage,
-)
+from quire.server.openai.chunks import ChunkHeader, ChunkWriter, running_usage, usage
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
 from quire.server.request.params import (

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, QuireError, shown
 from quire.server.admission import client_of
+from quire.server.chat.logprobs import TokenText
 from quire.server.chat.prompt import ChatPrompt, chat_prompt, drop_oldest_turns
 from quire.server.chat.session import ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
@@ -23,7 +24,6 @@ from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import context_of
 from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
 from quire.server.openai.background import BackgroundResponse, EventLog, ResponseCancelled, response_events
-from quire.server.openai.chunks import TokenText
 from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat, stored_items
 from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs, replayed
 from quire.server.request.decode import read

@@ -26,10 +26,10 @@ from quire.server.chat.items import (
     OutputItemKind,
     OutputItems,
 )
+from quire.server.chat.logprobs import TokenText, chat_logprobs
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import error_body
 from quire.server.http.sse import client_error, named_event
-from quire.server.openai.chunks import TokenText, chat_logprobs
 from quire.server.openai.responses_input import ResponsesBody, kept_tools
 from quire.server.request.params import GenerationRequest
 from quire.text.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from msgspec import UNSET
 from starlette.concurrency import run_in_threadpool
 
-from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
 from quire.core.validation import check_count, check_int
 from quire.engine.messages import RequestOptions
@@ -195,7 +195,9 @@ def truncate_prompt(
 
 
 def clamp_max_tokens(generation: GenerationRequest, num_prompt: int, model: ServedModel) -> GenerationRequest:
-    """The request with max_tokens reduced to the rest of the context, if it exceeds that."""
+    """The request with max_tokens reduced to the rest of the context, if it exceeds that. One token must fit."""
+    if num_prompt >= model.max_model_len:  # the engine refuses it too, but when its stream is read
+        raise ContextLengthExceeded(model.max_model_len, num_prompt, 1, param="messages")
     max_tokens = generation.params.max_tokens
     if max_tokens is None or num_prompt + max_tokens <= model.max_model_len:
         return generation
