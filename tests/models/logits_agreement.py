@@ -76,7 +76,7 @@ def of_default_model(num_positions: int) -> Iterator[tuple[Tensor, Tensor]]:
 def main(num_positions: int, which: str) -> None:
     torch.set_num_threads(1)
     if which == "default":
-        print(joined(of_default_model(num_positions)).describe(DEFAULT_MODEL), flush=True)
+        print(joined(of_default_model(num_positions)).describe(DEFAULT_MODEL.name), flush=True)
         return
     for family in families.FAMILIES:
         print(joined(of_family(family, num_positions)).describe(family.name), flush=True)

@@ -70,6 +70,8 @@ def test_equal_prefix_ids_give_equal_tokens_and_others_do_not() -> None:
     assert len(one) == len(other) == 1100
     assert (one[:512] == other[:512]).all() and (one[512:1024] != other[512:1024]).any()
     assert (prompt_of(TraceRow(0.0, 50, 1), 1, 1000) != prompt_of(TraceRow(0.0, 50, 1), 2, 1000)).any()
+    earlier, later = (prompt_of(TraceRow(arrived_s, 50, 1), 1, 1000) for arrived_s in (0.25, 1.5))
+    assert (earlier[:8] != later[:8]).any(), "another window's prompts are not found in the cache"
     assert len(prompt_of(TraceRow(0.0, 700, 1, (1, 2)), 0, 1000)) == 700
 
 

@@ -162,13 +162,15 @@ def poisson(rows: Iterable[TraceRow], per_s: float, seed: int) -> list[TraceRow]
 
 
 def prompt_of(row: TraceRow, number: int, vocab_size: int, seed: int = 0) -> IntArray:
-    """The prompt of a request: each chunk from its prefix id; all from the request's number without prefix ids."""
+    """The prompt of a request: each chunk from its prefix id; without ids all from the request itself, so that
+    prompts of another window share nothing with it."""
+    own = (seed, 0, number, row.num_prompt, int(max(row.arrived_s, 0.0) * 1e6))
     if not row.prefix_ids:
-        return _draw((seed, 0, number), row.num_prompt, vocab_size)
+        return _draw(own, row.num_prompt, vocab_size)
     chunks = [_draw((seed, 1, prefix_id), CHUNK, vocab_size) for prefix_id in row.prefix_ids]
     missing = row.num_prompt - CHUNK * len(chunks)
     if missing > 0:  # tokens without an id are not shared
-        chunks.append(_draw((seed, 0, number), missing, vocab_size))
+        chunks.append(_draw(own, missing, vocab_size))
     return np.concatenate(chunks)[: row.num_prompt]
 
 
