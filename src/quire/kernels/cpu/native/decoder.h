@@ -109,20 +109,17 @@ public:
 
     // Rows to multiply with: quantized first, if the weight is.
     Rows rows(const float* x, int64_t tokens, int width, bool quantized) {
-        if (!quantized) return {x, {}, width};
+        if (!quantized) return {x, {}, nullptr, width};
         const int groups = width / kGroup;
-        const bool strips = use_strips(tokens);
-        const size_t strip_bytes = strips ? kGroup * sizeof(float) : 0;
-        auto* memory = static_cast<uint8_t*>(quantized_.bytes((size_t)tokens * groups * (kGroupBytes + 16 + strip_bytes)));
+        if (use_strips(tokens)) return {x, {}, quantize_strips(x, tokens, width), width};
+        auto* memory = static_cast<uint8_t*>(quantized_.bytes((size_t)tokens * groups * (kGroupBytes + 16)));
         Quantized all;
         all.scales = reinterpret_cast<float*>(memory);
         all.sums = all.scales + tokens * groups;
         all.half_sums = reinterpret_cast<int32_t*>(all.sums + tokens * groups);
         all.codes = reinterpret_cast<int8_t*>(all.half_sums + 2 * tokens * groups);
-        all.strips = strips ? reinterpret_cast<float*>(all.codes + tokens * width * Simd::kCodeBytes) : nullptr;
         each_token(tokens, [&](int64_t t) { quantize_row(x + t * width, width, all.from(t, width)); });
-        if (strips) write_strips(all, tokens, width);
-        return {x, all, width};
+        return {x, all, nullptr, width};
     }
 
     template <class Body>
@@ -142,20 +139,24 @@ public:
     Buffer qkv, attended, projected, gate_up, gated, gathered, embedded, normed, logits;
 
 private:
-#if defined(__AVX512F__) && !defined(__AVX512VNNI__)
-    static bool use_strips(int64_t tokens) { return tokens >= kFewestStripTokens; }
-    void write_strips(const Quantized& all, int64_t tokens, int width) {
-        pool.run((int)((tokens + kStripTokens - 1) / kStripTokens), [&](int task, int) {
-            const int64_t first = (int64_t)task * kStripTokens;
-            each_strip(first, std::min<int64_t>(first + kStripTokens, tokens), [&](auto n, int64_t t) {
-                write_strip<n>(all.from(t, width), width, all.strips + t * width);
-            });
-        });
+    static bool use_strips(int64_t tokens) {
+        if constexpr (kStripProducts) return tokens >= kFewestStripTokens;
+        return false;
     }
-#else
-    static bool use_strips(int64_t) { return false; }
-    void write_strips(const Quantized&, int64_t, int) {}
-#endif
+    const int32_t* quantize_strips(const float* x, int64_t tokens, int width) {
+        if constexpr (kStripProducts) {
+            const int groups = width / kGroup;
+            auto* all = static_cast<int32_t*>(quantized_.bytes((size_t)tokens * groups * kStripWords * sizeof(int32_t)));
+            pool.run((int)((tokens + kStripTokens - 1) / kStripTokens), [&](int task, int) {
+                const int64_t first = (int64_t)task * kStripTokens;
+                each_strip(first, std::min<int64_t>(first + kStripTokens, tokens), [&](auto n, int64_t t) {
+                    quantize_strip(x + t * width, width, reinterpret_cast<StripGroup<n>*>(all + t * groups * kStripWords));
+                });
+            });
+            return all;
+        }
+        return nullptr;
+    }
 
     Buffer quantized_;
 };

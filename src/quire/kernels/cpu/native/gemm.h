@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "amx.h"
-#include "float_tiles.h"
+#include "strip_tiles.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -41,13 +41,11 @@ struct QuantizedPanel {
         return token;
 #endif
     }
-    // Whether some whole panels are done, all at once.
-    static bool many(const uint8_t* panels, int count, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
-        if constexpr (kFloatProducts && kExactInFloat<F>) {
-            if (x.quantized.strips) float_panels<F>(panels, count, x, token, end, out, stride);
-            return x.quantized.strips != nullptr;
-        }
-        return false;
+    // Whether panels with `rows` rows in all are done, strip by strip.
+    static bool strips(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+        if constexpr (kStripProducts)
+            if (x.strips) strip_panels<F>(panels, rows, x, token, end, out, stride);
+        return x.strips != nullptr;
     }
 };
 
@@ -60,10 +58,8 @@ struct PlainPanel {
         plain_tile<F, kTokens, kVectors>(panel, row, x.values + token * x.width, x.width, out, stride);
     }
     static int64_t matrix_unit(const uint8_t*, const Rows&, int64_t token, int64_t, float*, int64_t) { return token; }
-    static bool many(const uint8_t*, int, const Rows&, int64_t, int64_t, float*, int64_t) { return false; }
+    static bool strips(const uint8_t*, int, const Rows&, int64_t, int64_t, float*, int64_t) { return false; }
 };
-
-constexpr int kVectorsPerPanel = kPanelRows / Simd::kLanes;
 
 // A panel for all tokens from `token` to `end`: as many at once as registers allow.
 template <class Panel>
@@ -87,8 +83,8 @@ static void multiply_panel(const uint8_t* panel, const Rows& x, int64_t token, i
 template <class Panel>
 static void multiply_panels(const Segment& segment, int first, int last, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
     const int64_t bytes = Panel::bytes(x.width);
-    const int whole = std::max(0, std::min(last, segment.num_rows / kPanelRows) - first);
-    if (Panel::many(segment.data + first * bytes, whole, x, token, end, out + token * stride + first * kPanelRows, stride)) first += whole;
+    const int all = std::min(last * kPanelRows, segment.num_rows) - first * kPanelRows;
+    if (Panel::strips(segment.data + first * bytes, all, x, token, end, out + token * stride + first * kPanelRows, stride)) return;
     for (int panel = first; panel < last; panel++) {
         const int rows = std::min(kPanelRows, segment.num_rows - panel * kPanelRows);
         float* target = out + token * stride + panel * kPanelRows;
@@ -128,7 +124,8 @@ static inline void linear(ThreadPool& pool, const Linear& weight, const Rows& x,
         const int64_t end = std::min<int64_t>(token + kTokensAtOnce, tokens);
         int num_panels = 0;
         for (int s = 0; s < weight.num_segments; s++) num_panels += (weight.segments[s].num_rows + kPanelRows - 1) / kPanelRows;
-        const int share = std::max(1, num_panels / (pool.num_active() * 8));
+        const int unit = x.strips ? kStripPanels : 1;
+        const int share = std::max(1, num_panels / (pool.num_active() * 8 * unit)) * unit;
         const int num_tasks = (num_panels + share - 1) / share;
         pool.run(num_tasks, [&](int task, int) {
             int first = task * share, last = std::min(first + share, num_panels);

@@ -14,17 +14,17 @@ struct Quantized {
     float* scales;       // [tokens, groups]
     float* sums;         // [tokens, groups]: scale * sum of codes
     int32_t* half_sums;  // [tokens, groups, 2]: sums of codes of each half
-    float* strips;       // the codes as float32, strip by strip, [width, tokens of the strip]; or null
 
     Quantized from(int64_t token, int width) const {
         const int64_t groups = token * (width / kGroup);
-        return {codes + token * width * Simd::kCodeBytes, scales + groups, sums + groups, half_sums + 2 * groups, nullptr};
+        return {codes + token * width * Simd::kCodeBytes, scales + groups, sums + groups, half_sums + 2 * groups};
     }
 };
 
 struct Rows {
-    const float* values;  // [tokens, width]
-    Quantized quantized;  // where some weight is quantized
+    const float* values;   // [tokens, width]
+    Quantized quantized;   // where some weight is quantized
+    const int32_t* strips;  // or these, of many tokens: `StripGroup`s, strip by strip
     int width;
 };
 

@@ -12,12 +12,13 @@ constexpr int kGroup = 32;  // inputs with one scale for activations
 constexpr int kQuadBytes = 4 * kPanelRows;
 constexpr int kNibbleBytes = 4 * kQuadBytes;
 constexpr int kScaleBytes = 2 * kPanelRows;
+constexpr int kVectorsPerPanel = kPanelRows / Simd::kLanes;
 
 // The values of IQ4_NL's sixteen codes (ggml's format).
 alignas(16) static const int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// weight = scale * (code - kOffset) + minimum. kLargest: the largest |code - kOffset|. kScales: 2 where each half of the group has its own scale. kSigned: whether
-// codes are -128 to 127; others are 0 to 63 at most.
+// weight = scale * (code - kOffset) + minimum. kScales: 2 where each half of the group has its own scale. kSigned: whether codes are
+// -128 to 127; others are 0 to 63 at most.
 // codes<quad>: of kLanes rows, from byte `at` of the quad on.
 template <int quad>
 static inline Simd::Bytes nibbles_of(const uint8_t* nibbles, int at) {
@@ -28,7 +29,7 @@ static inline Simd::Bytes nibbles_of(const uint8_t* nibbles, int at) {
 
 template <int offset, bool minimum>
 struct FourBits {
-    static constexpr int kOffset = offset, kScales = 1, kLargest = offset ? offset : 15;
+    static constexpr int kOffset = offset, kScales = 1;
     static constexpr bool kMinimum = minimum, kSigned = false;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes;
@@ -37,7 +38,7 @@ struct FourBits {
 };
 
 struct NonLinearFourBits {
-    static constexpr int kOffset = 0, kScales = 1, kLargest = 127;
+    static constexpr int kOffset = 0, kScales = 1;
     static constexpr bool kMinimum = false, kSigned = true;
     static constexpr int kBytes = kScaleBytes + kNibbleBytes;
     template <int quad>
@@ -46,7 +47,7 @@ struct NonLinearFourBits {
 
 template <int offset, bool minimum>
 struct FiveBits {  // one plane: bit q of a byte is the highest bit of quad q
-    static constexpr int kOffset = offset, kScales = 1, kLargest = offset ? offset : 31;
+    static constexpr int kOffset = offset, kScales = 1;
     static constexpr bool kMinimum = minimum, kSigned = false;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes + kQuadBytes;
@@ -58,7 +59,7 @@ struct FiveBits {  // one plane: bit q of a byte is the highest bit of quad q
 };
 
 struct SixBits {  // two planes, for the quads of each half: bits 2 * (q % 4) and the next are the highest of quad q
-    static constexpr int kOffset = 32, kScales = 2, kLargest = 32;
+    static constexpr int kOffset = 32, kScales = 2;
     static constexpr bool kMinimum = false, kSigned = false;
     static constexpr int kCodes = 2 * kScaleBytes;
     static constexpr int kBytes = kCodes + kNibbleBytes + 2 * kQuadBytes;
@@ -70,7 +71,7 @@ struct SixBits {  // two planes, for the quads of each half: bits 2 * (q % 4) an
 };
 
 struct EightBits {
-    static constexpr int kOffset = 0, kScales = 1, kLargest = 128;
+    static constexpr int kOffset = 0, kScales = 1;
     static constexpr bool kMinimum = false, kSigned = true;
     static constexpr int kBytes = kScaleBytes + 2 * kNibbleBytes;
     template <int quad>

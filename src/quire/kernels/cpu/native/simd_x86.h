@@ -59,6 +59,7 @@ struct Simd {
         if constexpr (kSigned) return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
         else return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
     }
+    static inline Bytes subtract_words(Bytes x, int y) { return _mm512_sub_epi16(x, _mm512_set1_epi16((short)y)); }
     template <int quad>
     static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
         total = dot_pairs(total, codes.even, _mm512_set1_epi32(two_words(x.p + 8 * quad)));
@@ -85,7 +86,9 @@ struct Simd {
     static inline Float round(Float x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
     static inline Float absolute(Float x) { return _mm512_abs_ps(x); }
     static inline Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
+    static inline Int add(Int x, Int y) { return _mm512_add_epi32(x, y); }
     static inline int32_t sum(Int x) { return _mm512_reduce_add_epi32(x); }
+    static inline bool any_nan(Float x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
     static inline void store_codes(int8_t* group, int at, Int x) {
         const __m256i words = _mm512_cvtsepi32_epi16(x);
         _mm256_storeu_si256((__m256i*)(group + 2 * at), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
@@ -158,6 +161,7 @@ struct Simd {
         if constexpr (kSigned) return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
         else return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
     }
+    static inline Bytes subtract_words(Bytes x, int y) { return _mm256_sub_epi16(x, _mm256_set1_epi16((short)y)); }
     template <int quad>
     static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
         total = dot_pairs(total, codes.even, _mm256_set1_epi32(two_words(x.p + 8 * quad)));
@@ -184,6 +188,8 @@ struct Simd {
     static inline Float round(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static inline Float absolute(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
     static inline Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
+    static inline bool any_nan(Float x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+    static inline Int add(Int x, Int y) { return _mm256_add_epi32(x, y); }
     static inline int32_t sum(Int x) {
         __m128i v = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
         v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4E));

@@ -1,0 +1,197 @@
+// Products of many tokens on x86: a few groups of some rows become words in the first cache once, for all strips of tokens.
+//
+// A strip is as many tokens as have their sums in registers, beside two vectors of rows. Integers and the order of the
+// floats are those of `quantized_tile`: the same bits, whatever the number of tokens.
+#pragma once
+#include <limits>
+
+#include "gemm_tiles.h"
+
+namespace quire {
+
+#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(__AMX_INT8__)
+
+constexpr bool kStripProducts = true;
+constexpr int kStripTokens = Simd::kLanes == 16 ? 12 : 6;
+constexpr int kStripVectors = 2;
+constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
+constexpr int kStripGroups = 6;        // whose words, and the activations of a strip, fit the first cache
+constexpr int kFewestStripTokens = 5;   // of a step: fewer are as fast without
+constexpr int kTokensAtOnce = 120;      // whole strips, so that their activations stay in the cache of a core
+constexpr int kPairs = kGroup / 2;      // of inputs, in a group
+constexpr int kStripWords = kPairs + 2;  // of 32 bits, for a token and a group
+
+// A group of the activations of n tokens.
+template <int n>
+struct StripGroup {
+    int32_t pairs[kPairs][n];  // codes of two inputs, as words
+    float scales[n], sums[n];  // as in `Quantized`
+};
+
+// A group of the weights of kVectors vectors of rows: codes as words, two inputs in a lane.
+template <int kVectors>
+struct WideGroup {
+    Simd::Dots pairs[kPairs][kVectors];
+    Simd::Float scales[2][kVectors];  // the second: of the other half, or the minimum
+};
+
+template <class F, int quad, int kVectors>
+static inline void widen_quads(const uint8_t* block, int64_t panel_bytes, WideGroup<kVectors>& out) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) {
+        const uint8_t* of_panel = block + v / kVectorsPerPanel * panel_bytes;
+        const auto codes = Simd::widen<F::kSigned>(F::template codes<quad>(of_panel, v % kVectorsPerPanel * 4 * Simd::kLanes));
+        out.pairs[2 * quad][v] = F::kOffset == 0 ? codes.even : Simd::subtract_words(codes.even, F::kOffset);
+        out.pairs[2 * quad + 1][v] = F::kOffset == 0 ? codes.odd : Simd::subtract_words(codes.odd, F::kOffset);
+    }
+    if constexpr (quad + 1 < kGroup / 4) widen_quads<F, quad + 1>(block, panel_bytes, out);
+}
+
+template <class F, int kVectors>
+static inline void widen_group(const uint8_t* block, int64_t panel_bytes, WideGroup<kVectors>& out) {
+    widen_quads<F, 0>(block, panel_bytes, out);
+    for (int v = 0; v < kVectors; v++) {
+        const auto* scales = reinterpret_cast<const uint16_t*>(block + v / kVectorsPerPanel * panel_bytes) + v % kVectorsPerPanel * Simd::kLanes;
+        out.scales[0][v] = Simd::load_float16(scales);
+        if constexpr (F::kScales == 2 || F::kMinimum) out.scales[1][v] = Simd::load_float16(scales + kPanelRows);
+    }
+}
+
+// Sums of the products of some pairs of a group.
+template <int n, int kVectors>
+static inline void strip_dots(const WideGroup<kVectors>& weights, const StripGroup<n>& x, int first, int last, Simd::Dots (&dots)[n][kVectors]) {
+#pragma GCC unroll 12
+    for (int t = 0; t < n; t++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) dots[t][v] = Simd::set_dots(0);
+    for (int pair = first; pair < last; pair++) {
+#pragma GCC unroll 12
+        for (int t = 0; t < n; t++) {
+            const Simd::Dots values = Simd::set_dots(x.pairs[pair][t]);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                dots[t][v] = Simd::dot_pairs(dots[t][v], weights.pairs[pair][v], values);
+                asm volatile("" : "+v"(dots[t][v]));
+            }
+        }
+    }
+}
+
+// Adds the products of `count` groups to the totals of a strip. totals: [n, kVectors, kLanes].
+template <class F, int n, int kVectors>
+static inline void strip_tile(const WideGroup<kVectors>* weights, const StripGroup<n>* x, int count, float* totals) {
+    for (int g = 0; g < count; g++, weights++, x++) {
+        asm volatile("" ::: "memory");
+        Simd::Dots dots[n][kVectors];
+        Simd::Float products[n][kVectors];
+        strip_dots(*weights, *x, 0, kPairs / F::kScales, dots);
+#pragma GCC unroll 12
+        for (int t = 0; t < n; t++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) products[t][v] = Simd::multiply(Simd::to_float(dots[t][v]), weights->scales[0][v]);
+        if constexpr (F::kScales == 2) {
+            strip_dots(*weights, *x, kPairs / 2, kPairs, dots);
+#pragma GCC unroll 12
+            for (int t = 0; t < n; t++)
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; v++) products[t][v] = Simd::multiply_add(Simd::to_float(dots[t][v]), weights->scales[1][v], products[t][v]);
+        }
+#pragma GCC unroll 12
+        for (int t = 0; t < n; t++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                float* at = totals + (t * kVectors + v) * Simd::kLanes;
+                Simd::Float total = Simd::multiply_add(products[t][v], x->scales[t], Simd::load(at));
+                if constexpr (F::kMinimum) total = Simd::multiply_add(weights->scales[1][v], x->sums[t], total);
+                Simd::store(at, total);
+            }
+    }
+}
+
+// Calls body(n, token) for each strip of n tokens from `token` to `end`.
+template <class Body>
+static inline void each_strip(int64_t token, int64_t end, const Body& body) {
+    auto strips = [&](auto n) {
+        for (; token + n <= end; token += n) body(n, token);
+    };
+    strips(std::integral_constant<int, kStripTokens>{});
+    if constexpr (kStripTokens > 8) strips(std::integral_constant<int, 8>{});
+    strips(std::integral_constant<int, 4>{});
+    strips(std::integral_constant<int, 2>{});
+    strips(std::integral_constant<int, 1>{});
+}
+
+// kVectors vectors of rows, of which the first `rows` rows exist. out: [tokens, stride].
+template <class F, int kVectors>
+static void strip_rows(const uint8_t* panel, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    constexpr int kRows = kVectors * Simd::kLanes;
+    const int groups = x.width / kGroup;
+    const int64_t panel_bytes = (int64_t)F::kBytes * groups;
+    WideGroup<kVectors> wide[kStripGroups];
+    alignas(64) float totals[kTokensAtOnce * kRows];
+    std::fill(totals, totals + (end - token) * kRows, 0.0f);
+    for (int first = 0; first < groups; first += kStripGroups) {
+        const int count = std::min(kStripGroups, groups - first);
+        for (int g = 0; g < count; g++) widen_group<F>(panel + (first + g) * F::kBytes, panel_bytes, wide[g]);
+        each_strip(token, end, [&](auto n, int64_t t) {
+            const auto* strip = reinterpret_cast<const StripGroup<n>*>(x.strips + t * groups * kStripWords);
+            strip_tile<F, n>(wide, strip + first, count, totals + (t - token) * kRows);
+        });
+    }
+    for (int64_t t = 0; t < end - token; t++) std::copy(totals + t * kRows, totals + t * kRows + rows, out + t * stride);
+}
+
+// Panels with `rows` rows in all.
+template <class F>
+static void strip_panels(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    constexpr int kRows = kStripVectors * Simd::kLanes;
+    const int64_t panel_bytes = (int64_t)F::kBytes * (x.width / kGroup);
+    for (int row = 0; row < rows; row += kRows) {
+        const int count = std::min(kRows, rows - row);
+        const uint8_t* panel = panels + row / kPanelRows * panel_bytes;
+        if (count > kPanelRows || kRows == kPanelRows) strip_rows<F, kStripVectors>(panel, count, x, token, end, out + row, stride);
+        else strip_rows<F, kVectorsPerPanel>(panel, count, x, token, end, out + row, stride);
+    }
+}
+
+// The activations of one strip, as `quantize_row` has them. x: [n, width]; out: [groups]. Each stage for all tokens, so
+// that none waits for the one before it.
+template <int n>
+static inline void quantize_strip(const float* x, int64_t width, StripGroup<n>* out) {
+    for (int g = 0; g < width / kGroup; g++, x += kGroup, out++) {
+        float highest[n], inverse[n], sums[n];
+        for (int t = 0; t < n; t++) {
+            Simd::Float high = Simd::zero(), invalid = Simd::zero();
+            for (int i = 0; i < kGroup; i += Simd::kLanes) {
+                const Simd::Float values = Simd::load(x + t * width + i);
+                high = Simd::maximum(high, Simd::absolute(values));
+                invalid = Simd::multiply_add(values, Simd::zero(), invalid);
+            }
+            highest[t] = Simd::any_nan(invalid) ? std::numeric_limits<float>::quiet_NaN() : Simd::highest(high);
+        }
+        for (int t = 0; t < n; t++) out->scales[t] = highest[t] / kMaxCode;
+        for (int t = 0; t < n; t++) inverse[t] = out->scales[t] > 1e-37f ? 1.0f / out->scales[t] : 0.0f;
+        for (int t = 0; t < n; t++) {
+            alignas(64) int32_t pairs[kPairs];
+            Simd::Int sum = Simd::set_dots(0);
+            for (int i = 0; i < kGroup; i += Simd::kLanes) {
+                const Simd::Int codes = Simd::round_to_int(Simd::multiply(Simd::load(x + t * width + i), Simd::set(inverse[t])));
+                Simd::store_codes(reinterpret_cast<int8_t*>(pairs), i, codes);
+                sum = Simd::add(sum, codes);
+            }
+            sums[t] = (float)Simd::sum(sum);
+            for (int pair = 0; pair < kPairs; pair++) out->pairs[pair][t] = pairs[pair];
+        }
+        for (int t = 0; t < n; t++) out->sums[t] = out->scales[t] * sums[t];
+    }
+}
+
+#else
+
+constexpr bool kStripProducts = false;
+constexpr int kStripPanels = 1;
+constexpr int kTokensAtOnce = 128;  // so that their activations stay in the cache of a core
+
+#endif
+
+}  // namespace quire
