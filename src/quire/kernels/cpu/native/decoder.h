@@ -255,13 +255,23 @@ private:
     }
 
     void mlp(const Layer& layer, float* residual, const float* next_norm, int64_t tokens, float* normed) {
-        float* gate_up = w_.gate_up.floats((size_t)tokens * 2 * model_.ffn);
-        multiply(layer.gate_up, normed, tokens, gate_up);
         float* gated = w_.gated.floats((size_t)tokens * model_.ffn);
-        each(tokens, [&](int64_t t) { gate(gate_up + t * 2 * model_.ffn, model_.ffn, model_.activation, gated + t * model_.ffn); });
+        multiply_and_gate(layer.gate_up, normed, tokens, gated);
         float* projected = w_.projected.floats((size_t)tokens * model_.hidden);
         multiply(layer.down, gated, tokens, projected);
         close(projected, residual, layer.mlp_post_norm, next_norm, tokens, normed);
+    }
+
+    void multiply_and_gate(const Linear& weight, const float* x, int64_t tokens, float* out) {
+        float* gate_up;
+        {
+            Timer timer(w_.profile.linear);
+            const Rows rows = w_.rows(x, tokens, weight.width_in, weight.quantized);
+            if (gated_linear(w_.pool, weight, rows, tokens, model_.activation, out)) return;
+            gate_up = w_.gate_up.floats((size_t)tokens * 2 * model_.ffn);
+            linear(w_.pool, weight, rows, tokens, gate_up);
+        }
+        each(tokens, [&](int64_t t) { gate(gate_up + t * 2 * model_.ffn, model_.ffn, model_.activation, out + t * model_.ffn); });
     }
 
     Workspace& w_;

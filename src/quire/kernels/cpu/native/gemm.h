@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "pack.h"
 #include "strip_tiles.h"
 #include "thread_pool.h"
 
@@ -115,6 +116,39 @@ static inline Multiply multiply_for(int32_t format) {
         case kInt5Minimum: return multiply_panels<QuantizedPanel<FiveBits<0, true>>>;
         default: return multiply_panels<QuantizedPanel<SixBits>>;
     }
+}
+
+using Gate = void (*)(const uint8_t*, const uint8_t*, int32_t, const Rows&, int64_t, int64_t, float*, int64_t);
+
+// Null for formats whose gates are computed after the products.
+static inline Gate gate_for(int32_t format) {
+    if constexpr (kStripProducts) switch (format) {
+        case kInt8: return strip_gate<EightBits>;
+        case kInt4: return strip_gate<FourBits<8, false>>;
+        case kInt4Minimum: return strip_gate<FourBits<0, true>>;
+        case kInt4NonLinear: return strip_gate<NonLinearFourBits>;
+        case kInt5: return strip_gate<FiveBits<16, false>>;
+        case kInt5Minimum: return strip_gate<FiveBits<0, true>>;
+        case kInt6: return strip_gate<SixBits>;
+    }
+    return nullptr;
+}
+
+// activation(x G^T) * (x V^T), where the first half of the weight's rows is G; false, and nothing done, where it cannot be
+// computed at once. out: [tokens, width_out / 2]
+static inline bool gated_linear(ThreadPool& pool, const Linear& weight, const Rows& x, int64_t tokens, int32_t activation, float* out) {
+    const int width = weight.width_out / 2, num_panels = width / kPanelRows;
+    const Gate gate = weight.num_segments == 1 ? gate_for(weight.segments->format) : nullptr;
+    if (!x.strips || !gate || weight.bias || width % kPanelRows) return false;
+    const int64_t bytes = panel_bytes(weight.segments->format, weight.width_in);
+    for (int64_t token = 0; token < tokens; token += kTokensAtOnce) {
+        const int64_t end = std::min<int64_t>(token + kTokensAtOnce, tokens);
+        pool.run(num_panels, [&](int panel, int) {
+            const uint8_t* gates = weight.segments->data + panel * bytes;
+            gate(gates, gates + num_panels * bytes, activation, x, token, end, out + token * width + panel * kPanelRows, width);
+        });
+    }
+    return true;
 }
 
 // out: [tokens, width_out]

@@ -5,6 +5,7 @@
 #pragma once
 #include <limits>
 
+#include "elementwise.h"
 #include "gemm_tiles.h"
 
 namespace quire {
@@ -35,23 +36,30 @@ struct WideGroup {
     Simd::Float scales[2][kVectors];  // the second: of the other half, or the minimum
 };
 
+// Where the rows of some vectors lie: a panel, and the first row in it.
+template <int kVectors>
+struct PanelRows {
+    const uint8_t* panels[kVectors];
+    int rows[kVectors];
+};
+
 template <class F, int quad, int kVectors>
-static inline void widen_quads(const uint8_t* block, int64_t panel_bytes, WideGroup<kVectors>& out) {
+static inline void widen_quads(const PanelRows<kVectors>& from, int64_t at, WideGroup<kVectors>& out) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v++) {
-        const uint8_t* of_panel = block + v / kVectorsPerPanel * panel_bytes;
-        const auto codes = Simd::widen<F::kSigned>(F::template codes<quad>(of_panel, v % kVectorsPerPanel * 4 * Simd::kLanes));
+        const auto codes = Simd::widen<F::kSigned>(F::template codes<quad>(from.panels[v] + at, 4 * from.rows[v]));
         out.pairs[2 * quad][v] = F::kOffset == 0 ? codes.even : Simd::subtract_words(codes.even, F::kOffset);
         out.pairs[2 * quad + 1][v] = F::kOffset == 0 ? codes.odd : Simd::subtract_words(codes.odd, F::kOffset);
     }
-    if constexpr (quad + 1 < kGroup / 4) widen_quads<F, quad + 1>(block, panel_bytes, out);
+    if constexpr (quad + 1 < kGroup / 4) widen_quads<F, quad + 1>(from, at, out);
 }
 
 template <class F, int kVectors>
-static inline void widen_group(const uint8_t* block, int64_t panel_bytes, WideGroup<kVectors>& out) {
-    widen_quads<F, 0>(block, panel_bytes, out);
+static inline void widen_group(const PanelRows<kVectors>& from, int group, WideGroup<kVectors>& out) {
+    const int64_t at = (int64_t)group * F::kBytes;
+    widen_quads<F, 0>(from, at, out);
     for (int v = 0; v < kVectors; v++) {
-        const auto* scales = reinterpret_cast<const uint16_t*>(block + v / kVectorsPerPanel * panel_bytes) + v % kVectorsPerPanel * Simd::kLanes;
+        const auto* scales = reinterpret_cast<const uint16_t*>(from.panels[v] + at) + from.rows[v];
         out.scales[0][v] = Simd::load_float16(scales);
         if constexpr (F::kScales == 2 || F::kMinimum) out.scales[1][v] = Simd::load_float16(scales + kPanelRows);
     }
@@ -121,37 +129,46 @@ static inline void each_strip(int64_t token, int64_t end, const Body& body) {
     strips(std::integral_constant<int, 1>{});
 }
 
-// kVectors vectors of rows, of which the first `rows` rows exist. out: [tokens, stride].
-template <class F, int kVectors>
-static void strip_rows(const uint8_t* panel, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+// Some vectors of rows for some tokens: calls finish(t, products) for each, [kVectors, kLanes].
+template <class F, int kVectors, class Finish>
+static inline void strip_rows(const PanelRows<kVectors>& from, const Rows& x, int64_t token, int64_t end, const Finish& finish) {
     constexpr int kRows = kVectors * Simd::kLanes;
     const int groups = x.width / kGroup;
-    const int64_t panel_bytes = (int64_t)F::kBytes * groups;
     WideGroup<kVectors> wide[kStripGroups];
     alignas(64) float totals[kTokensAtOnce * kRows];
     std::fill(totals, totals + (end - token) * kRows, 0.0f);
     for (int first = 0; first < groups; first += kStripGroups) {
         const int count = std::min(kStripGroups, groups - first);
-        for (int g = 0; g < count; g++) widen_group<F>(panel + (first + g) * F::kBytes, panel_bytes, wide[g]);
+        for (int g = 0; g < count; g++) widen_group<F>(from, first + g, wide[g]);
         each_strip(token, end, [&](auto n, int64_t t) {
             const auto* strip = reinterpret_cast<const StripGroup<n>*>(x.strips + t * groups * kStripWords);
             strip_tile<F, n>(wide, strip + first, count, totals + (t - token) * kRows);
         });
     }
-    for (int64_t t = 0; t < end - token; t++) std::copy(totals + t * kRows, totals + t * kRows + rows, out + t * stride);
+    for (int64_t t = token; t < end; t++) finish(t, totals + (t - token) * kRows);
 }
 
-// Panels with `rows` rows in all.
+// Panels with `count` rows in all. out: [tokens, stride], from the first of these tokens on.
 template <class F>
-static void strip_panels(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
-    constexpr int kRows = kStripVectors * Simd::kLanes;
-    const int64_t panel_bytes = (int64_t)F::kBytes * (x.width / kGroup);
-    for (int row = 0; row < rows; row += kRows) {
-        const int count = std::min(kRows, rows - row);
-        const uint8_t* panel = panels + row / kPanelRows * panel_bytes;
-        if (count > kPanelRows || kRows == kPanelRows) strip_rows<F, kStripVectors>(panel, count, x, token, end, out + row, stride);
-        else strip_rows<F, kVectorsPerPanel>(panel, count, x, token, end, out + row, stride);
-    }
+static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    const int64_t bytes = (int64_t)F::kBytes * (x.width / kGroup);
+    auto vectors = [&](auto n, int row) {
+        PanelRows<n> from;
+        for (int v = 0; v < n; v++) from.panels[v] = panels + (row + v * Simd::kLanes) / kPanelRows * bytes, from.rows[v] = v * Simd::kLanes % kPanelRows;
+        const int exist = std::min(n * Simd::kLanes, count - row);
+        strip_rows<F, n>(from, x, token, end, [&](int64_t t, const float* row_of) { std::copy(row_of, row_of + exist, out + (t - token) * stride + row); });
+    };
+    for (int row = 0; row < count; row += kStripVectors * Simd::kLanes)
+        if (count - row > kPanelRows || kStripPanels == 1) vectors(std::integral_constant<int, kStripVectors>{}, row);
+        else vectors(std::integral_constant<int, kVectorsPerPanel>{}, row);
+}
+
+// A panel of gates and one of the values beside them: activation(gate) * value. out: [tokens, stride].
+template <class F>
+static void strip_gate(const uint8_t* gates, const uint8_t* values, int32_t activation, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    for (int row = 0; row < kPanelRows; row += Simd::kLanes)
+        strip_rows<F, 2>(PanelRows<2>{{gates, values}, {row, row}}, x, token, end,
+                         [&](int64_t t, const float* products) { gate(products, Simd::kLanes, activation, out + (t - token) * stride + row); });
 }
 
 // The activations of one strip, as `quantize_row` has them. x: [n, width]; out: [groups]. Each stage for all tokens, so
