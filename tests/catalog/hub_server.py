@@ -26,6 +26,9 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     endpoint: str = ""
     asked: list[str] = field(default_factory=list)
+    cut: set[str] = field(default_factory=set)  # files whose next download breaks off in the middle
+    damaged: set[str] = field(default_factory=set)  # files that arrive with another byte
+    claimed_bytes: dict[str, int] = field(default_factory=dict)  # of large files, instead of their sizes
 
 
 class Refusal(Exception):
@@ -75,7 +78,26 @@ class _Handler(BaseHTTPRequestHandler):
         except Refusal as refusal:
             self._send(refusal.status, {"X-Error-Code": refusal.code, "X-Error-Message": "The hub says no."}, b"{}")
             return
-        self._send(200, headers, body)
+        self._send_file(path, headers, body) if "ETag" in headers else self._send(200, headers, body)
+
+    def _send_file(self, path: str, headers: dict[str, str], body: bytes) -> None:
+        """The file, or its end if a download is resumed."""
+        name = path.rpartition("/")[2]
+        if name in self.served.damaged:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        asked = self.headers.get("Range", "")
+        if self.command == "GET" and asked:
+            self.served.asked.append(f"{asked} {path}")
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
+        if start:
+            headers = {**headers, "Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+        rest = body[start:]
+        if self.command == "GET" and name in self.served.cut:
+            self.served.cut.discard(name)
+            self._send(206 if start else 200, headers, rest, num_sent=len(rest) // 2)
+            self.close_connection = True
+            return
+        self._send(206 if start else 200, headers, rest)
 
     def _describe(self, path: str) -> tuple[dict[str, str], bytes]:
         owner, name, *rest = path.removeprefix("/api/models/").split("/")
@@ -87,12 +109,23 @@ class _Handler(BaseHTTPRequestHandler):
                 for file in sorted(folder.iterdir())
             ]
         else:
-            siblings = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
+            siblings = [self._sibling(file) for file in sorted(folder.iterdir())]
             answer = {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
         return {"Content-Type": "application/json"}, json.dumps(answer).encode()
 
+    def _sibling(self, file: Path) -> dict[str, object]:
+        size = file.stat().st_size
+        described: dict[str, object] = {"rfilename": file.name, "size": size, "blobId": _etag(file)}
+        if _is_large(file):
+            size = self.served.claimed_bytes.get(file.name, size)
+            described |= {"size": size, "lfs": {"sha256": _etag(file), "size": size, "pointerSize": 100}}
+        return described
+
     def _file(self, path: str) -> tuple[dict[str, str], bytes]:
-        owner, name, _, revision, file_name = path.removeprefix("/").split("/")
+        parts = path.removeprefix("/").split("/")
+        if len(parts) != 5:
+            raise Refusal(404, "EntryNotFound")
+        owner, name, _, revision, file_name = parts
         file = self._folder(f"{owner}/{name}") / file_name
         self._check_revision(revision)
         if not file.is_file():
@@ -110,17 +143,24 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in ("main", COMMIT):
             raise Refusal(404, "RevisionNotFound")
 
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def _send(self, status: int, headers: dict[str, str], body: bytes, num_sent: int | None = None) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[:num_sent])
+
+
+def _is_large(file: Path) -> bool:
+    """Stored with Git LFS."""
+    return file.suffix in (".safetensors", ".gguf")
 
 
 def _etag(file: Path) -> str:
-    """As git names a blob."""
+    """As Git LFS names a file, or git a blob."""
     content = file.read_bytes()
+    if _is_large(file):
+        return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

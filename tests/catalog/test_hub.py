@@ -50,6 +50,7 @@ class FakeDownload:
 
 def install(monkeypatch: pytest.MonkeyPatch, download: FakeDownload) -> FakeDownload:
     monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "list_files", lambda repository, revision, token: [])
     return download
 
 

@@ -14,13 +14,18 @@ from tests.catalog.hub_server import TOKEN, Hub, serving
 from tests.llm.tiny import tiny_llama, write_model
 
 PROMPT = "a model from afar"
+NUM_WORDS = 2_000_000  # 24 MB: the client resumes after parts of 10 MiB
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     folder = write_model(tmp_path_factory.mktemp("origin"), tiny_llama())
     (folder / "pytorch_model.bin").write_bytes(b"a pickle, which must not come")
-    with serving(Hub({"people/tiny": folder, "people/gated": folder}, gated={"people/gated"})) as hub:
+    ggufs = tmp_path_factory.mktemp("ggufs")
+    for quantization, num_words in (("Q4_K_M", NUM_WORDS), ("Q6_K", 10), ("Q8_0", 10)):
+        (ggufs / f"tiny-{quantization}.gguf").write_bytes(f"GGUF {quantization} ".encode() * num_words)
+    models = {"people/tiny": folder, "people/gated": folder, "people/files": ggufs}
+    with serving(Hub(models, gated={"people/gated"})) as hub:
         yield hub
 
 
@@ -82,3 +87,60 @@ def test_refusals_of_the_hub_are_explained_and_a_token_opens(hub: Hub, tmp_path:
 def test_an_unreachable_hub_is_reported(hub: Hub, tmp_path: Path) -> None:
     result = run(hub, tmp_path, FETCH, json.dumps([("people/tiny", None, None, None)]), reachable=False)
     assert result.stdout.startswith("FetchFailed people/tiny is not in the hub's cache"), result.stderr
+
+
+COMMANDS = """
+import json, sys
+from quire.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["quire", *words]
+    try:
+        main()
+    except SystemExit as end:
+        print(f"status {end.code or 0}", flush=True)
+"""
+
+
+def commands(hub: Hub, home: Path, *lines: str, reachable: bool = True) -> subprocess.CompletedProcess[str]:
+    """Several commands, one after the other, in one interpreter: to start one takes longer than they do."""
+    result = run(hub, home, COMMANDS, json.dumps([line.split() for line in lines]), reachable=reachable)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_a_gguf_file_by_quantization_is_pulled_resumed_verified_listed_and_removed(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = {"tiny-Q4_K_M.gguf"}
+    name, file = "people/files:Q4_K_M", "people/files:tiny-Q4_K_M.gguf"
+    pulled = commands(hub, tmp_path, "pull people/files:q4_k_m")
+    path = Path(pulled.stdout.splitlines()[0])
+    assert path.name == "tiny-Q4_K_M.gguf" and path.read_bytes() == b"GGUF Q4_K_M " * NUM_WORDS, pulled.stderr
+    [resumed] = [line for line in hub.asked if line.startswith("bytes=") and line.endswith(path.name)]
+    assert int(resumed.removeprefix("bytes=").partition("-")[0]) > 0
+    then = commands(
+        hub, tmp_path, f"pull {name}", f"show --verify {name}", "list --json", f"rm {file}", reachable=False
+    )
+    again, _, verified, _, *listed, _, removed, _ = then.stdout.splitlines()
+    assert again == str(path) and verified == f"{name}: the checksums of 1 files are right.", then.stderr
+    assert file in [json.loads(line)["name"] for line in listed] and removed == f"removed {file}, 23 MiB"
+    assert not path.exists() and not [blob for blob in tmp_path.rglob("blobs/*") if blob.stat().st_size > 1000]
+
+
+def test_pulls_that_are_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.claimed_bytes, hub.damaged = {"tiny-Q6_K.gguf": 10**18}, {"tiny-Q8_0.gguf"}
+    names = ("people/files:Q2_K", "people/files", "people/files:Q6_K", "people/files:Q8_0")
+    refused = commands(hub, tmp_path, *(f"pull {name}" for name in names))
+    assert refused.stdout.splitlines() == ["status 2", "status 2", "status 1", "status 2"], refused.stderr
+    assert "has no GGUF file of Q2_K; it has Q4_K_M, Q6_K, Q8_0" in refused.stderr
+    assert "such as people/files:Q4_K_M. It has Q4_K_M, Q6_K, Q8_0" in refused.stderr
+    assert "people/files:tiny-Q6_K.gguf takes 1,000,000,000.00 GB" in refused.stderr
+    assert "tiny-Q8_0.gguf of people/files:tiny-Q8_0.gguf arrived with the checksum" in refused.stderr
+    assert not list(tmp_path.rglob("*.gguf")), "nothing was kept"
+
+
+def test_a_folder_of_the_hub_is_shown_and_removed(hub: Hub, tmp_path: Path) -> None:
+    name = "people/tiny"
+    done = commands(hub, tmp_path, f"pull {name}", f"show {name} --json", f"rm {name}", f"show {name}")
+    _, _, shown, _, removed, _, absent = done.stdout.splitlines()
+    assert json.loads(shown)["format"] == "safetensors" and removed.startswith(f"removed {name}, "), done.stderr
+    assert absent == "status 2" and f"quire pull {name} brings it here" in done.stderr

@@ -28,7 +28,7 @@ from tests.cli.commands import Shell
         ("run hi --device cpu --attention-backend fa3", "The attention backend fa3 needs a GPU"),
         ("run hi --load-format dummy", "Dummy weights need the name of a shape"),
         ("chat --presence-penalty 9", "presence_penalty must be a number from -2 to 2"),
-        ("models --verify org/name", "org/name is not one"),
+        ("show --verify org/name", "org/name is not on this machine; quire pull org/name"),
         ("top http://[::1 --once", "http://[::1 is not a server address"),
         ("top http://:80 --once", "http://:80 is not a server address"),
         ("top http://127.0.0.1:99999 --once", "is not a server address"),
@@ -85,7 +85,7 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("run hi --temprature 0", "--temperature"),
         ("run one two three", "put the prompt in quotes"),
         ("run smollm2", "smollm2 is a model"),
-        ("models smollm2", "quire models --fetch smollm2"),
+        ("models --fetch", "quire pull fetches one"),
         ("run hi --max-model-len lots", "'lots' is not a size"),
         ("check --steps 0", "--steps"),
         ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # it has no derived value

@@ -48,18 +48,42 @@ def test_check_on_a_gpu_says_that_there_is_none(quire: Shell, monkeypatch: pytes
 def test_models_lists_what_is_not_here_yet(quire: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("a folder whose name alone is far wider than any terminal " * 3).strip()
     monkeypatch.setenv("XDG_CACHE_HOME", str(deep))
-    listed = quire("models")
+    listed = quire("list")
     [row] = [line for line in listed.out.splitlines() if line.startswith("smollm2-135m-instruct (default)")]
     assert "absent" in row and str(deep) in row, "a row is one line where there is no terminal"
-    assert "quire models --fetch NAME" in listed.out
-    [entry] = map(json.loads, quire("models", "--json").out.splitlines())
+    assert "quire pull NAME" in listed.out
+    [entry] = map(json.loads, quire("list", "--json").out.splitlines())
     assert (entry["name"], entry["state"]) == ("smollm2-135m-instruct", "absent")
-    assert quire("models", "--verify").status == 2
+    assert quire("show", "--verify").status == 2
+    absent = quire("show")
+    assert absent.status == 2 and "quire pull smollm2-135m-instruct brings it here" in absent.err
 
 
-def test_models_fetch_prints_the_path_and_verify_the_result(quire: Shell, default_model_path: Path) -> None:
-    assert quire("models", "--fetch").out == f"{default_model_path}\n"
-    assert quire("models", "--verify").out == "smollm2-135m-instruct: the checksum is right.\n"
+def test_pull_prints_the_path_show_the_facts_and_verify_the_result(quire: Shell, default_model_path: Path) -> None:
+    assert quire("pull").out == f"{default_model_path}\n"
+    assert quire("show", "--verify").out == "smollm2-135m-instruct: the checksum is right.\n"
+    facts = json.loads(quire("show", "--json").out)
+    assert (facts["family"], facts["layers"], facts["format"], facts["license"]) == ("llama", 30, "GGUF", "Apache-2.0")
+    assert facts["parameters"] == 134_515_008 and "tools: " in facts["chat"]
+    assert "134,515,008" in quire("show").out
+
+
+def test_rm_deletes_what_is_listed_and_nothing_else(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, default_model_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "quire" / "models"
+    folder.mkdir(parents=True)
+    (folder / "mine.gguf").write_bytes(b"1234")
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "config.json").write_bytes(b"{}")
+    (folder / default_model_path.name).symlink_to(default_model_path)
+    unknown = quire("rm", "mine", "their")
+    assert unknown.status == 2 and "Did you mean theirs?" in unknown.err and (folder / "mine.gguf").exists()
+    assert quire("rm", "Mine", "theirs", "smollm2").out.splitlines() == [
+        "removed mine, 4 B", "removed theirs, 2 B", "removed smollm2-135m-instruct, 94 MiB",
+    ]  # fmt: skip
+    assert list(folder.iterdir()) == [] and default_model_path.exists()
 
 
 def test_doctor_advises_in_full(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,18 @@
 """Models of the Hugging Face hub, from its local cache or from the network.
 
-Fetches weights, configuration and tokenizers only; never code or pickles.
+Fetches weights, configuration and tokenizers only; never code or pickles. The space on the disk is checked before, the
+checksums after. Removes models from the cache.
 """
 
-from collections.abc import Iterator
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import scan_cache_dir, snapshot_download
+from huggingface_hub import HfApi, constants, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -19,29 +23,134 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import tqdm
 
 from quire.catalog.locate import gguf_files, missing_files
-from quire.catalog.names import HubName, suggest
-from quire.catalog.store import FetchPhase, FetchProgress, Report
-from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
+from quire.catalog.names import HubName, quantizations, suggest
+from quire.catalog.store import CHUNK_BYTES, FetchPhase, FetchProgress, Report, check_space, ignore
+from quire.core.errors import BrokenModelFile, FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 _PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 # Subfolders hold other formats (original/, onnx/); `consolidated` is a second copy of the same weights.
 _IGNORED = ["*/*", "consolidated*"]
+_SHA256_DIGITS = 64
+_CHECKSUM = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class HubFile(NamedTuple):
+    """A file of a repository. The checksum is a sha256, or of a small file the sha1 of its git blob."""
+
+    name: str
+    size_bytes: int
+    checksum: str | None
 
 
 def fetch(hub_name: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
-    """The folder, or the one GGUF file, of a hub model."""
+    """The folder, or the one GGUF file, of a hub model. An interrupted download is resumed."""
     with suppress(Exception):  # not in the cache: the exception depends on the version of the library
-        cached = _find(hub_name, _snapshot(hub_name, revision, token, report, local=True))
-        if cached is not None:
-            return cached
+        return find_cached(hub_name, revision)
     try:
-        folder = _snapshot(hub_name, revision, token, report, local=False)
+        files = list_files(hub_name.repository, revision, token)
+        wanted = _with_file_name(hub_name, files)
+        needed = [file for file in files if _is_wanted(file.name, wanted)]
+        cache = Path(constants.HF_HUB_CACHE)
+        num_missing = sum(file.size_bytes for file in needed if not _blob(cache, wanted, file).exists())
+        check_space(cache, num_missing, str(wanted), "HF_HOME")
+        folder = _snapshot(wanted, revision, token, report, local=False)
+    except QuireError:
+        raise
     except Exception as error:  # the library raises several kinds, which change with its HTTP client
         raise _as_quire_error(hub_name, revision, error) from error
-    found = _find(hub_name, folder)
+    found = _find(wanted, folder)
     if found is None:
-        raise _incomplete(hub_name, folder)
+        raise _incomplete(wanted, folder)
+    _verify(folder, needed, str(wanted), report)
     return found
+
+
+def find_cached(hub_name: HubName, revision: str | None) -> Path:
+    """The model in the cache on this machine; raises any error if it is not, or not whole."""
+    folder = _snapshot(hub_name, revision, None, ignore, local=True)
+    found = _find(_with_file_name(hub_name, [HubFile(file.name, 0, None) for file in gguf_files(folder)]), folder)
+    if found is None:
+        raise ModelNotFound(f"{hub_name} is not on this machine; quire pull {hub_name} brings it here.")
+    return found
+
+
+def list_files(repository: str, revision: str | None, token: str | None) -> list[HubFile]:
+    """The files of a repository. A mirror that tells no sizes gives 0."""
+    siblings = HfApi().model_info(repository, revision=revision, token=token, files_metadata=True).siblings or []
+    return [
+        HubFile(file.rfilename, file.size or 0, file.blob_id if file.lfs is None else file.lfs.sha256)
+        for file in siblings
+    ]
+
+
+def _with_file_name(hub_name: HubName, files: Sequence[HubFile]) -> HubName:
+    """The name of the GGUF file that a quantization means."""
+    names = [file.name for file in files]
+    here = quantizations(names)
+    if hub_name.quantization is not None:
+        chosen = here.get(hub_name.quantization.upper())
+        if chosen is None:
+            raise ModelNotFound(
+                f"{hub_name.repository} has no GGUF file of {hub_name.quantization}; it has "
+                f"{', '.join(sorted(here)) or 'none that quire reads'}."
+            )
+        return hub_name._replace(file_name=chosen, quantization=None)
+    if hub_name.file_name is None and here and not any(name.endswith(".safetensors") for name in names):
+        raise ModelNotFound(
+            f"{hub_name.repository} has GGUF files only: name one by its quantization, such as "
+            f"{hub_name.repository}:{'Q4_K_M' if 'Q4_K_M' in here else min(here)}. It has {', '.join(sorted(here))}."
+        )
+    return hub_name
+
+
+def _is_wanted(name: str, hub_name: HubName) -> bool:
+    if hub_name.file_name is not None:
+        return name == hub_name.file_name
+    return any(fnmatch(name, each) for each in _PATTERNS) and not any(fnmatch(name, each) for each in _IGNORED)
+
+
+def _blob(cache: Path, hub_name: HubName, file: HubFile) -> Path:
+    """Where the cache keeps the bytes of a file, whole."""
+    return cache / f"models--{hub_name.repository.replace('/', '--')}" / "blobs" / (file.checksum or "unknown")
+
+
+def _verify(folder: Path, files: Sequence[HubFile], name: str, report: Report) -> None:
+    """Compare the checksums of files that were fetched. A wrong one is deleted, so that the next fetch gets it."""
+    total, done = sum(file.size_bytes for file in files), 0
+    for file in files:
+        path = folder / file.name
+        if file.checksum is None or not path.is_file():
+            continue
+        found = _checksum(path, len(file.checksum) == _SHA256_DIGITS)
+        if found != file.checksum:
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            raise BrokenModelFile(
+                f"{file.name} of {name} arrived with the checksum {found} instead of {file.checksum}. It was deleted; "
+                f"try again."
+            )
+        done += file.size_bytes
+        report(FetchProgress(FetchPhase.VERIFYING, done, total))
+
+
+def verify_cached(path: Path, report: Report) -> int:
+    """Read a model in the hub's cache and compare its checksums, which name the files there. How many were compared."""
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    named = [
+        HubFile(file.name, file.stat().st_size, file.resolve().name)
+        for file in files
+        if file.is_symlink() and _CHECKSUM.fullmatch(file.resolve().name)
+    ]
+    _verify(path.parent if path.is_file() else path, named, path.name, report)
+    return len(named)
+
+
+def _checksum(path: Path, is_sha256: bool) -> str:
+    digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as source:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _snapshot(hub_name: HubName, revision: str | None, token: str | None, report: Report, *, local: bool) -> Path:
@@ -105,7 +214,7 @@ def _as_quire_error(hub_name: HubName, revision: str | None, error: Exception) -
     return FetchFailed(
         f"{name} is not in the hub's cache on this machine, and could not be fetched "
         f"({_first_line(error)}). Try again with a network, or copy the model here and give its path; "
-        f"`quire models` lists what is here."
+        f"`quire list` shows what is here."
     )
 
 
@@ -151,3 +260,23 @@ def cached_models(cache_folder: Path | None = None) -> Iterator[CachedModel]:
             yield CachedModel(HubName(repository.repo_id, None), folder, size)
         for file in gguf_files(folder):
             yield CachedModel(HubName(repository.repo_id, file.name), file, file.stat().st_size)
+
+
+def remove_cached(model: CachedModel) -> int:
+    """Delete a model from the cache: all revisions of a folder, or one GGUF file. The bytes that are free now."""
+    if model.name.file_name is not None:
+        blob = model.path.resolve()
+        num_bytes = blob.stat().st_size
+        model.path.unlink()
+        blob.unlink(missing_ok=True)
+        return num_bytes
+    cache = scan_cache_dir()
+    revisions = [
+        revision.commit_hash
+        for repository in cache.repos
+        if repository.repo_type == "model" and repository.repo_id == model.name.repository
+        for revision in repository.revisions
+    ]
+    strategy = cache.delete_revisions(*revisions)
+    strategy.execute()
+    return strategy.expected_freed_size

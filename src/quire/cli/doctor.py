@@ -94,7 +94,7 @@ def _default_model() -> Finding:
     folder = models_folder()
     if present(DEFAULT_MODEL, folder):
         return Finding("default model", f"{DEFAULT_MODEL.name} in {folder}")
-    return Finding("default model", "not here yet", "quire models --fetch")
+    return Finding("default model", "not here yet", "quire pull")
 
 
 def _package(name: str, purpose: str, remedy: str) -> Finding:

@@ -84,6 +84,9 @@ def _value_of(option: str, words: list[str]) -> str:
     return "MODEL"
 
 
+_RENAMED = {"models": "list, pull, show and rm"}
+
+
 class QuireGroup(click.Group):
     """A group that suggests the nearest name for a mistyped subcommand."""
 
@@ -94,6 +97,8 @@ class QuireGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if args[0] in _RENAMED:
+                ctx.fail(f"quire models is now {_RENAMED[args[0]]}: quire list lists models, quire pull fetches one.")
             hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
@@ -202,26 +207,51 @@ def batch(source: str, target: str, model: str | None, **given: object) -> None:
     raise SystemExit(work(source, target, model, given))
 
 
+@app.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
+def list_models(as_json: bool) -> None:
+    """List the models on this machine: their names, sizes and paths."""
+    from quire.cli import models as work
+
+    work.list_models(as_json)
+
+
 @app.command()
 @click.argument("model", required=False)
-@click.option("--fetch", is_flag=True, help="Download MODEL (default: the default model).")
-@click.option("--verify", is_flag=True, help="Verify the checksum of a downloaded model.")
 @hub_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
-def models(
-    model: str | None, fetch: bool, verify: bool, revision: str | None, token: str | None, as_json: bool
-) -> None:
-    """List the local models and their paths; download one."""
+def pull(model: str | None, revision: str | None, token: str | None) -> None:
+    """Download a model and print its path. What was interrupted is resumed.
+
+    Of the hub: org/name, or one GGUF file as org/name:Q4_K_M or org/name:file.gguf. The disk's space is checked
+    before, checksums after.
+    """
+    from quire.cli import models as work
+
+    work.pull(model, revision, token)
+
+
+@app.command()
+@click.argument("model", required=False)
+@click.option("--verify", is_flag=True, help="Read all files and compare their checksums.")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show(model: str | None, verify: bool, revision: str | None, as_json: bool) -> None:
+    """Show what a model's files say of it: architecture, size, context, chat format. Downloads nothing."""
     from quire.cli import models as work
 
     if verify:
-        work.verify(model)
-    elif fetch:
-        work.fetch(model, revision, token)
-    elif model is not None:
-        raise click.UsageError(f"quire models --fetch {model} brings it here; quire models alone lists what is here.")
+        work.verify(model, revision)
     else:
-        work.show(as_json)
+        work.show(model, revision, as_json)
+
+
+@app.command()
+@click.argument("names", nargs=-1, required=True, metavar="MODEL…")
+def rm(names: tuple[str, ...]) -> None:
+    """Remove downloaded models, by the names that quire list shows; from the hub's cache for other programs, too."""
+    from quire.cli import models as work
+
+    work.remove(names)
 
 
 @app.command()

@@ -1,6 +1,10 @@
-"""`quire models`: lists the models that can be named on this machine, fetches one, verifies one."""
+"""`quire list`, `pull`, `show` and `rm`: the models that can be named on this machine."""
 
 import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +13,9 @@ from rich.table import Table
 
 from quire.catalog import hub
 from quire.catalog.hub import cached_models
-from quire.catalog.locate import fetched_models, locate
-from quire.catalog.names import DEFAULT_MODEL, SHORT_NAMES, short_name
-from quire.catalog.store import models_folder, present
+from quire.catalog.locate import Located, fetched_models, locate
+from quire.catalog.names import DEFAULT_MODEL, SHORT_NAMES, HubName, short_name
+from quire.catalog.store import Report, models_folder, present
 from quire.catalog.store import verify as verify_file
 from quire.cli.console import out, progress_bars, size
 from quire.core.errors import ModelNotFound
@@ -59,7 +63,7 @@ def _size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
-def show(as_json: bool) -> None:
+def list_models(as_json: bool) -> None:
     listed = entries()
     if as_json:
         for entry in listed:
@@ -79,20 +83,117 @@ def show(as_json: bool) -> None:
         )
     out.print(table)
     if any(entry.state is not ModelState.PRESENT for entry in listed):
-        out.print("\nquire models --fetch NAME brings a model here.")
+        out.print("\nquire pull NAME brings a model here.")
     out.print(f"Shapes for --load-format dummy: {', '.join(SHAPES)}")
 
 
-def fetch(model: str | None, revision: str | None, token: str | None) -> None:
+def pull(model: str | None, revision: str | None, token: str | None) -> None:
+    """Download a model; print its path."""
     with progress_bars() as bars:
         located = locate(model, fetch_hub=hub.fetch, revision=revision, token=token, report=bars.fetched)
     print(located.path)
 
 
-def verify(model: str | None) -> None:
+def show(model: str | None, revision: str | None, as_json: bool) -> None:
+    """What the files of a model on this machine say of it. Downloads nothing, loads no weights."""
+    located = _on_this_machine(model, revision)
+    facts = _facts(located)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+    out.print(table)
+
+
+def verify(model: str | None, revision: str | None) -> None:
+    """Read a model's files and compare their checksums."""
     known = short_name(model or DEFAULT_MODEL.name)
-    if known is None:
-        raise ModelNotFound(f"Only models of the catalog have a checksum to verify; {model} is not one.")
     with progress_bars() as bars:
-        verify_file(known, models_folder(), bars.fetched)
-    print(f"{known.name}: the checksum is right.")
+        if known is not None:
+            verify_file(known, models_folder(), bars.fetched)
+            print(f"{known.name}: the checksum is right.")
+            return
+        located = _on_this_machine(model, revision)
+        num_compared = hub.verify_cached(located.path, bars.fetched)
+    if not num_compared:
+        raise ModelNotFound(
+            f"Only models of the catalog and of the hub's cache have checksums to verify; {model} is not one."
+        )
+    print(f"{located.name}: the checksums of {num_compared} files are right.")
+
+
+def remove(names: Sequence[str]) -> None:
+    """Delete models from quire's folder and from the hub's cache. All names are checked first."""
+    listed = {entry.name.lower(): entry for entry in entries() if entry.state is ModelState.PRESENT}
+    aliases = {alias: known.name for known in SHORT_NAMES for alias in known.aliases}
+    chosen = []
+    for name in names:
+        entry = listed.get(aliases.get(name.lower(), name.lower()))
+        if entry is None:
+            near = get_close_matches(name.lower(), listed, n=1)
+            hint = f" Did you mean {listed[near[0]].name}?" if near else ""
+            raise ModelNotFound(f"There is no model {name!r} to remove; `quire list` shows what is here.{hint}")
+        chosen.append(entry)
+    cached = {str(each.name): each for each in cached_models()}
+    for entry in chosen:
+        num_bytes = entry.size_bytes
+        if entry.name in cached:
+            num_bytes = hub.remove_cached(cached[entry.name])
+        elif entry.where.is_file():
+            entry.where.unlink()
+        else:
+            shutil.rmtree(entry.where)
+        print(f"removed {entry.name}, {size(num_bytes)}")
+
+
+def _on_this_machine(model: str | None, revision: str | None) -> Located:
+    """Find a model without a download."""
+    known = short_name(model or DEFAULT_MODEL.name)
+    if known is not None and not present(known, models_folder()):
+        raise ModelNotFound(f"{known.name} is not on this machine; quire pull {known.name} brings it here.")
+    return locate(model, fetch_hub=_cached_only, revision=revision)
+
+
+def _cached_only(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    try:
+        return hub.find_cached(wanted, revision)
+    except ModelNotFound:
+        raise
+    except Exception as error:  # the library's, for a model that is not in its cache
+        raise ModelNotFound(f"{wanted} is not on this machine; quire pull {wanted} brings it here.") from error
+
+
+def _facts(located: Located) -> dict[str, str | int]:
+    from quire.engine.model_format import find_model_format  # of these only show has use
+    from quire.engine.open_model import open_tokenizer
+    from quire.formats.hf_folder import open_folder
+    from quire.formats.open_checkpoint import open_checkpoint
+
+    checkpoint = open_folder(located.path) if located.kind == "folder" else open_checkpoint(located.path)
+    spec = checkpoint.spec
+    facts: dict[str, str | int] = {
+        "model": located.name,
+        "path": str(located.path),
+        "format": "GGUF" if located.kind == "gguf" else "safetensors",
+        "family": spec.family,
+        "parameters": checkpoint.num_parameters,
+        "weights": f"{size(checkpoint.num_bytes)}: {', '.join(checkpoint.encoding_bytes)}",
+        "context": spec.max_positions,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
+        "vocabulary": spec.vocab_size,
+        "kv_cache": f"{size(spec.kv_bytes_per_token(2))} a token in 16 bits",
+    }
+    defaults = asdict(checkpoint.defaults)
+    said = [f"{name} {value:g}" for name, value in defaults.items() if value is not None]
+    facts["sampling_defaults"] = ", ".join(said) or "none"
+    tokenizer = open_tokenizer(checkpoint)
+    template = None if tokenizer is None else tokenizer.chat_template
+    facts["chat"] = "no chat template" if template is None else find_model_format(template, tokenizer).description
+    known = short_name(located.name)
+    if (license_name := known.license if known else checkpoint.metadata.get("general.license")) is not None:
+        facts["license"] = str(license_name)
+    return facts

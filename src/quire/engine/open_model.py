@@ -51,7 +51,7 @@ def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: boo
     if not scripted:
         check_length(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
-    return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
+    return OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
 
 
 def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
@@ -73,7 +73,8 @@ def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, repo
     return fetch(wanted, revision=revision, token=token, report=report)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer of a model; None where there is none."""
     match checkpoint.source:
         case CheckpointSource.FOLDER:
             has_one = (checkpoint.path / "tokenizer.json").is_file()

@@ -4,6 +4,7 @@ An impossible spec is refused before memory is allocated for it. Does not depend
 encoding of a tensor.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -67,6 +68,18 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def encoding_bytes(self) -> dict[str, int]:
+        """The bytes of the tensors by encoding, most bytes first."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.num_bytes
+        return dict(sorted(sizes.items(), key=lambda each: -each[1]))
 
 
 def check_geometry(spec: ModelSpec, source: str) -> ModelSpec:

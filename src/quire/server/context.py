@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,15 +88,12 @@ class ModelSummary:
 
 
 def summarize(checkpoint: Checkpoint) -> ModelSummary:
-    sizes: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.num_bytes
     return ModelSummary(
         spec=checkpoint.spec,
         file_format="gguf" if checkpoint.source is CheckpointSource.GGUF else "safetensors",
         num_bytes=checkpoint.num_bytes,
-        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-        encoding=max(sizes, key=sizes.__getitem__, default="unknown"),
+        num_parameters=checkpoint.num_parameters,
+        encoding=next(iter(checkpoint.encoding_bytes), "unknown"),
     )
 
 

@@ -110,8 +110,8 @@ async def pull(state: ServerState, request: Request) -> Response:
     if name not in model.names and str(name).removesuffix(LATEST) not in model.names:
         here = ", ".join(map(repr, model.names))
         raise ModelRefused(
-            f"Models are not pulled over HTTP, and {shown(name)} is not served here; this server has {here}. Serve "
-            f"another with: quire serve NAME.",
+            f"Models are not pulled over HTTP, and {shown(name)} is not served here; this server has {here}. On its "
+            f"machine: quire pull NAME, quire serve NAME.",
             param="model",
         )
     return json_response({"status": "success"})
@@ -121,7 +121,7 @@ async def refuse(state: ServerState, request: Request) -> Response:
     """Models are not created, copied, pushed or deleted over HTTP."""
     raise ModelRefused(
         f"{request.url.path:.100} is not served here: models are managed on the server's own machine, with the "
-        f"commands quire models and quire serve."
+        f"commands quire pull, quire rm and quire serve."
     )
 
 
