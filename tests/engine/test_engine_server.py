@@ -5,16 +5,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import cast
 
 import pytest
 
 from quire.config import EngineConfig
-from quire.core.sampling import SamplingParams
+from quire.core.errors import InvalidGrammar
+from quire.core.sampling import Grammar, GrammarKind, SamplingParams
 from quire.core.step import FinishReason, StepPlan
 from quire.core.step_output import StepOutput
 from quire.engine import engine_server
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
+from quire.engine.grammar_masks import GrammarMasks
 from quire.engine.messages import (
     AbortRequest,
     Accepted,
@@ -23,17 +26,20 @@ from quire.engine.messages import (
     Query,
     QueryReply,
     Refused,
+    RequestOptions,
     StartEngine,
     StopSequence,
 )
 from quire.engine.request_validator import RequestValidator
 from quire.engine.stats import EngineStats
 from quire.engine.wire import FrameDecoder, Message, ToFront, pack, read_for_front
+from quire.grammar.compiler import CompiledGrammar
 from quire.kv.manager import KVManager
 from quire.sched.cost_model import Constants, CostTable
 from quire.sched.loop import Progress
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import SimStep, ToyRunner
+from quire.text.tokenizer import Tokenizer
 
 VOCAB = 50
 
@@ -222,3 +228,36 @@ def test_explain_over_the_wire(wire):
     assert b"arrived with 2 tokens" in told.body
     assert b"problem" in unknown.body and b"unknown" in unknown.body
     assert b"problem" in nonsense.body
+
+
+class HeldGrammars(GrammarMasks):
+    """Each grammar is compiled when the test lets it, and refused."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Tokenizer, None), (), VOCAB)  # no vocabulary is read
+        self.begun: list[str] = []
+        self.allowed = threading.Semaphore(0)
+
+    def prepare(self, grammar: Grammar) -> CompiledGrammar:
+        self.begun.append(grammar.text)
+        assert self.allowed.acquire(timeout=30)
+        raise InvalidGrammar("It is refused.")
+
+
+def test_clients_take_turns_with_their_grammars_and_those_of_aborted_requests_are_not_compiled():
+    grammars = HeldGrammars()
+    engine = make_engine(ToyRunner(VOCAB), lambda: 0.0)
+    engine.grammars = grammars
+
+    def constrained(number: int, client: str) -> Message:
+        params = SamplingParams(grammar=Grammar(GrammarKind.REGEX, f"{client} {number}"))
+        return AddRequest(number, [1], params, options=RequestOptions(client=client))
+
+    with serving(engine) as wire:
+        wire.send(*[constrained(number, "hostile") for number in range(50)], constrained(50, "other"))
+        wire.send(*map(AbortRequest, range(1, 40)), add_request(51, [1, 2]))
+        assert wire.next(Accepted).number == 51, "requests without a grammar do not wait"
+        grammars.allowed.release(50)
+        refused = [wire.next(Refused).number for _ in range(12)]
+    assert refused == [0, 40, 50, *range(41, 50)]
+    assert grammars.begun == ["hostile 0", *(f"{'other' if each == 50 else 'hostile'} {each}" for each in refused[1:])]

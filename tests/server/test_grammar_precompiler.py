@@ -220,10 +220,17 @@ def test_without_a_free_process_it_is_a_503_and_an_accepted_grammar_needs_none()
     asyncio.run(crowd())
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["acquire", "release", "cancel"])), max_size=40))
-def test_slots_are_never_exceeded_and_none_is_idle_while_a_name_could_use_it(moves: list[tuple[str, str]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["acquire", "release", "cancel"])), max_size=40),
+    st.sampled_from([(2, 1), (4, 2), (3, 2)]),
+)
+def test_slots_are_never_exceeded_and_none_is_idle_while_a_name_could_use_it(
+    moves: list[tuple[str, str]], sizes: tuple[int, int]
+) -> None:
+    num_slots, num_per_name = sizes
+
     async def play() -> None:
-        slots = FairSlots(2)
+        slots = FairSlots(num_slots, num_per_name)
         waiting: list[tuple[str, asyncio.Task[None]]] = []
         held: list[str] = []
         for name, move in moves:
@@ -239,8 +246,9 @@ def test_slots_are_never_exceeded_and_none_is_idle_while_a_name_could_use_it(mov
                 await asyncio.sleep(0)
             held += [given_to for given_to, task in waiting if task.done() and not task.cancelled()]
             waiting = [(given_to, task) for given_to, task in waiting if not task.done()]
-            assert len(held) <= 2 and len(set(held)) == len(held)
-            assert len(held) == 2 or {given_to for given_to, _ in waiting} <= set(held)
+            full = {name for name in held if held.count(name) >= num_per_name}
+            assert len(held) <= num_slots and all(held.count(name) <= num_per_name for name in full)
+            assert len(held) == num_slots or {given_to for given_to, _ in waiting} <= full
         for _, task in waiting:
             task.cancel()
 

@@ -1,8 +1,10 @@
-"""Threads for long texts: those of one client wait for each other, and leave threads for all other requests."""
+"""Threads for texts: a client has a part of them, however many requests it sends, and leaves the others to others."""
 
 import asyncio
 import threading
 from collections.abc import Awaitable
+
+import pytest
 
 from quire.server.context import TextThreads
 from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
@@ -10,7 +12,8 @@ from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 LONG, SHORT = 1 << 20, 100
 
 
-def test_long_texts_of_one_client_wait_for_each_other_and_others_do_not() -> None:
+@pytest.mark.parametrize(("num_bytes", "num_at_once"), [(LONG, 1), (SHORT, 2)])
+def test_texts_of_one_client_wait_for_each_other_and_others_do_not(num_bytes: int, num_at_once: int) -> None:
     running: list[str] = []
     ends = threading.Event()
 
@@ -26,14 +29,15 @@ def test_long_texts_of_one_client_wait_for_each_other_and_others_do_not() -> Non
     async def crowd() -> list[str]:
         threads = TextThreads()
         made: list[Awaitable[str]] = [
-            asyncio.create_task(request(threads, "hostile", LONG, number)) for number in range(50)
+            asyncio.create_task(request(threads, "hostile", num_bytes, number)) for number in range(50)
         ]
-        while "hostile 0" not in running:
+        first = [f"hostile {number}" for number in range(num_at_once)]
+        while not set(first) <= set(running):
             await asyncio.sleep(0.001)
         made += [asyncio.create_task(request(threads, "other", size, size)) for size in (LONG, SHORT)]
         while not {f"other {LONG}", f"other {SHORT}"} <= set(running):
             await asyncio.sleep(0.001)
-        assert sorted(running) == sorted(["hostile 0", f"other {LONG}", f"other {SHORT}"])
+        assert sorted(running) == sorted([*first, f"other {LONG}", f"other {SHORT}"])
         ends.set()
         return list(await asyncio.gather(*made))
 

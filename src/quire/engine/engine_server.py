@@ -9,6 +9,7 @@ import queue
 import select
 import socket
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -48,7 +49,9 @@ class EngineServer:
         self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
         self._closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiling: set[int] = set()
+        self._is_compiling = False  # one grammar at a time
+        self._to_compile: OrderedDict[str, deque[AddRequest]] = OrderedDict()  # by client: they take turns
+        self._compiling: set[int] = set()  # requests whose grammar is compiled, or waits for that
         self._compiled: queue.SimpleQueue[tuple[AddRequest, Future[CompiledGrammar]]] = queue.SimpleQueue()
         self._wakeup, self._woken = socket.socketpair()
 
@@ -161,11 +164,28 @@ class EngineServer:
 
     def _compile(self, message: AddRequest, grammar: Grammar) -> None:
         """Compile a grammar on a thread: it may take long. The request is submitted afterwards; others continue."""
-        if self._engine.grammars is None:
-            self._submit(message)  # raises the reason
+        if self._engine.grammars is None or self._engine.grammars.knows(grammar):
+            self._submit(message)  # without grammars, it raises the reason
             return
         self._compiling.add(message.number)
-        compiling = self._pool.submit(self._engine.grammars.prepare, grammar)
+        self._to_compile.setdefault(message.options.client, deque()).append(message)
+        self._compile_next()
+
+    def _compile_next(self) -> None:
+        """One grammar of the client that waits longest; those of requests that were aborted are dropped."""
+        while self._to_compile and not self._is_compiling:
+            client, waiting = self._to_compile.popitem(last=False)
+            message = waiting.popleft()
+            if waiting:
+                self._to_compile[client] = waiting
+                self._to_compile.move_to_end(client, last=message.number in self._compiling)
+            if message.number in self._compiling:
+                self._is_compiling = True
+                self._start_compiling(message)
+
+    def _start_compiling(self, message: AddRequest) -> None:
+        assert self._engine.grammars is not None and message.params.grammar is not None
+        compiling = self._pool.submit(self._engine.grammars.prepare, message.params.grammar)
         compiling.add_done_callback(lambda done: self._compiled_now(message, done))
 
     def _compiled_now(self, message: AddRequest, done: "Future[CompiledGrammar]") -> None:
@@ -176,6 +196,7 @@ class EngineServer:
     def _take_compiled(self) -> None:
         while not self._compiled.empty():
             message, done = self._compiled.get()
+            self._is_compiling = False
             if message.number not in self._compiling:  # aborted meanwhile
                 continue
             self._compiling.discard(message.number)
@@ -187,6 +208,7 @@ class EngineServer:
             except Exception:
                 _log.exception("compiling a grammar failed")
                 self._refuse(message.number, EngineFailed("The grammar of this request could not be compiled."))
+        self._compile_next()
 
     def _reply(self, query: Query) -> bytes:
         """The result of a query as JSON, or its error."""

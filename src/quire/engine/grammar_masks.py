@@ -67,6 +67,10 @@ class GrammarMasks:
         """Compile, or return from the cache. Raises InvalidGrammar. Thread-safe."""
         return self.load_vocabulary().compile(grammar)
 
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled, and cached."""
+        return self._compiler is not None and self._compiler.knows(grammar)
+
     def load_vocabulary(self) -> GrammarCompiler:
         """The compiler. Reading a vocabulary takes about a second; the first call does it."""
         with self._lock:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from quire.text.tokenizer import Tokenizer
 
 _LONG_BYTES = 1 << 16  # of a body: its text takes some 50 ms
 _LONG_AT_ONCE = 2
+_SHORT_AT_ONCE, _MAX_SHORT_AT_ONCE = 4, 16  # one for each core, within these; half of them for one client
 _FEW_SCORES = 4096  # log-probabilities of a response: written in some 5 ms
 _TYPICAL_TOKEN = 4  # characters
 
@@ -42,18 +44,21 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Threads for templates, tokenization and log-probabilities. What takes long waits for others of its client, and
-    clients take turns: they never take all threads, so short work finds one."""
+    """Threads for templates, tokenization and log-probabilities. Clients take turns: none takes all threads, however
+    many requests it sends. What takes long has threads of its own, so short work does not wait for it."""
 
-    def __init__(self) -> None:
-        self._slots = FairSlots(_LONG_AT_ONCE)
+    def __init__(self, num_cores: int = 2) -> None:
+        num_short = min(max(_SHORT_AT_ONCE, num_cores), _MAX_SHORT_AT_ONCE)
+        self._short = FairSlots(num_short, num_short // 2)
+        self._long = FairSlots(_LONG_AT_ONCE)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of work on the text of the current request."""
         context = CURRENT_CONTEXT.get()
+        client = "" if context is None else context.client
         if context is None or context.num_body_bytes <= _LONG_BYTES:
-            return await run_in_threadpool(work, *args, **kwargs)
-        return await self._run_long(context.client, work, *args, **kwargs)
+            return await _run_in_slot(self._short, client, lambda: work(*args, **kwargs))
+        return await self._run_long(client, lambda: work(*args, **kwargs))
 
     async def run_scored(self, num_scores: int, work: Callable[[], T]) -> T:
         """The result of writing a response with this number of log-probabilities: few are written at once."""
@@ -62,18 +67,21 @@ class TextThreads:
             return work()
         return await self._run_long("" if context is None else context.client, work)
 
-    async def _run_long(self, client: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        await self._slots.acquire(client)
-
+    async def _run_long(self, client: str, work: Callable[[], T]) -> T:
         def trimmed() -> T:
             try:
-                return work(*args, **kwargs)
+                return work()
             finally:
                 trim_heap()
 
-        running = asyncio.ensure_future(run_in_threadpool(trimmed))
-        running.add_done_callback(lambda _: self._slots.release(client))  # not before: the client may leave
-        return await asyncio.shield(running)
+        return await _run_in_slot(self._long, client, trimmed)
+
+
+async def _run_in_slot(slots: FairSlots, client: str, work: Callable[[], T]) -> T:
+    await slots.acquire(client)
+    running = asyncio.ensure_future(run_in_threadpool(work))
+    running.add_done_callback(lambda _: slots.release(client))  # not before: the client may leave
+    return await asyncio.shield(running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,7 @@ def make_served_model(
         model_format=find_model_format(template, opened.tokenizer, tool_format, reasoning_tags),
         constrainer=constrainer,
         summary=summarize(opened.checkpoint),
+        text_threads=TextThreads(os.cpu_count() or 1),
     )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,16 +38,18 @@ class CompilersBusy(QuireError):
 
 
 class FairSlots:
-    """At most `num_slots` holders at a time and one of each name. Names that wait take turns. For one event loop."""
+    """At most `num_slots` holders at a time and `num_per_name` of each name. Names that wait take turns. For one event
+    loop."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_per_name: int = 1) -> None:
         self._num_free = num_slots
-        self._held: set[str] = set()
+        self._num_per_name = num_per_name
+        self._held: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, name: str) -> None:
         """Wait for a slot; `release` it."""
-        if self._num_free and name not in self._held and not self._waiting:
+        if not self._waiting and self._has_room(name):
             self._grant(name)
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,12 +64,17 @@ class FairSlots:
             raise
 
     def release(self, name: str) -> None:
-        self._held.remove(name)
+        self._held[name] -= 1
+        if not self._held[name]:
+            del self._held[name]
         self._num_free += 1
         self._wake()
 
+    def _has_room(self, name: str) -> bool:
+        return self._num_free > 0 and self._held[name] < self._num_per_name
+
     def _grant(self, name: str) -> None:
-        self._held.add(name)
+        self._held[name] += 1
         self._num_free -= 1
 
     def _wake(self) -> None:
@@ -76,7 +83,7 @@ class FairSlots:
             waiters = self._waiting[name]
             while waiters and waiters[0].done():  # cancelled
                 waiters.popleft()
-            if waiters and self._num_free and name not in self._held:
+            if waiters and self._has_room(name):
                 self._grant(name)
                 waiters.popleft().set_result(None)
                 self._waiting.move_to_end(name)
