@@ -6,8 +6,9 @@ from collections.abc import Awaitable
 
 import pytest
 
+from quire.core.errors import QuireError
 from quire.server.context import TextThreads
-from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
+from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
 
 LONG, SHORT = 1 << 20, 100
 
@@ -61,3 +62,37 @@ def test_a_client_that_leaves_gives_its_turn_to_the_next() -> None:
         return await third
 
     assert asyncio.run(crowd()) == "third"
+
+
+@pytest.mark.parametrize("num_bytes", [LONG, SHORT])
+def test_requests_without_a_place_are_bounded_by_client(num_bytes: int) -> None:
+    """Those that generate have a place, and are bounded by their number."""
+    ends = threading.Event()
+
+    async def request(threads: TextThreads, client: str, place: AdmittedPlace | None = None) -> str:
+        CURRENT_CONTEXT.set(RequestContext("", 0.0, client=client, num_body_bytes=num_bytes, place=place))
+        return await threads.run(lambda: str(ends.wait(60)))
+
+    async def crowd() -> list[object]:
+        threads = TextThreads()
+        many = [asyncio.create_task(request(threads, "hostile")) for _ in range(200)]
+        others = [asyncio.create_task(request(threads, "other"))]
+        others.append(asyncio.create_task(request(threads, "hostile", NoPlace())))
+        await asyncio.sleep(0)
+        ends.set()
+        assert set(await asyncio.gather(*others)) == {"True"}
+        return list(await asyncio.gather(*many, return_exceptions=True))
+
+    found = asyncio.run(crowd())
+    refused = [each for each in found if isinstance(each, QuireError)]
+    assert {(each.status, each.code) for each in refused} == {(429, "tokenizer_busy")}
+    assert 60 <= len(refused) < 80 and found.count("True") == 200 - len(refused)
+
+
+class NoPlace:
+    """A place in a queue that counts nothing."""
+
+    def add_prompt(self, num_tokens: int) -> None: ...
+    def start_prompt(self, num_tokens: int) -> None: ...
+    def end_prompt(self) -> None: ...
+    def release(self) -> None: ...

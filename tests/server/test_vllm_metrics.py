@@ -100,7 +100,7 @@ def test_a_flood_of_requests_for_the_page_takes_a_share_of_the_time() -> None:
     for count in range(300):
         metrics.generation_tokens.inc()
         fresh += f"quire_generation_tokens_total {count + 1}.0" in metrics.page().decode()
-    assert 1.0 / 0.03 < fresh < 150, "a second at once, then every so often"
+    assert 4 <= fresh < 120, "a tenth of a second at once, then every so often"
     calm = Metrics(lambda: None, lambda: 0.0)
     for count in range(20):
         calm.generation_tokens.inc()

@@ -81,13 +81,10 @@ async def engine_state(state: ServerState, request: Request) -> Response:
     since = request.query_params.get("since", "-1")
     if not since.removeprefix("-").isdecimal() or len(since) > _MAX_DIGITS:
         raise InvalidParameter(f"since must be the number of a step, not {shown(since)}.", param="since")
-    view = msgspec.json.decode(await state.engine.query("view", int(since)))
     identity = context_of(request.scope).identity
-    if not identity.admin:
-        own = client_of(identity, request.scope).name
-        for entry in view["queue"]:
-            entry["tenant"] = entry["tenant"] if entry["tenant"] == own else "others"
-    return json_response(view)
+    own = None if identity.admin else client_of(identity, request.scope).name
+    body = await state.engine_state.describe(int(since), own)
+    return Response(body, media_type="application/json")
 
 
 async def explain_number(state: ServerState, request: Request) -> Response:

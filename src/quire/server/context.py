@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
+from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, QuireError, shown
 from quire.core.ids import LONGEST_TOKEN
 from quire.core.model import ModelSpec
 from quire.core.process import trim_heap
@@ -25,7 +25,9 @@ from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
 from quire.server.async_engine import AsyncEngine, EngineRestarting
+from quire.server.engine_state import EngineState
 from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.fair_shares import FairShares
 from quire.server.grammar_precompiler import FairSlots, GrammarPrecompiler
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.http.sse import KEEP_ALIVE_S
@@ -35,12 +37,21 @@ from quire.text.tokenizer import Tokenizer
 
 _LONG_BYTES = 1 << 16  # of a body: its text takes some 50 ms
 _LONG_AT_ONCE = 2
+_MAX_WAITING = 128  # requests of one client that take no place; each may hold a megabyte
 _SHORT_AT_ONCE, _MAX_SHORT_AT_ONCE = 4, 16  # one for each core, within these; half of them for one client
 _FEW_SCORES = 4096  # log-probabilities of a response: written in some 5 ms
 _TYPICAL_TOKEN = 4  # characters
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class TokenizerBusy(QuireError):
+    """A client has too many requests that tokenize and do not generate: no place in the queue bounds them."""
+
+    status = 429
+    code = "tokenizer_busy"
+    retry_after_s = 1.0
 
 
 class TextThreads:
@@ -56,9 +67,16 @@ class TextThreads:
         """The result of work on the text of the current request."""
         context = CURRENT_CONTEXT.get()
         client = "" if context is None else context.client
+        if context is not None and context.place is None and max(self._num_waiting(client)) >= _MAX_WAITING:
+            raise TokenizerBusy(
+                f"{_MAX_WAITING} requests of this client wait for their texts to be tokenized; try again soon."
+            )
         if context is None or context.num_body_bytes <= _LONG_BYTES:
             return await _run_in_slot(self._short, client, lambda: work(*args, **kwargs))
         return await self._run_long(client, lambda: work(*args, **kwargs))
+
+    def _num_waiting(self, client: str) -> tuple[int, int]:
+        return self._short.num_waiting(client), self._long.num_waiting(client)
 
     async def run_scored(self, num_scores: int, work: Callable[[], T]) -> T:
         """The result of writing a response with this number of log-probabilities: few are written at once."""
@@ -216,6 +234,11 @@ class ServerState:
     keep_alive_s: float = KEEP_ALIVE_S
     loaded: ServedModel | None = None  # None until the engine is ready for the first time
     responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
+    followed: FairShares = field(default_factory=FairShares)  # bytes of stored responses that are being streamed
+    engine_state: EngineState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_state = EngineState(self.engine.query, time.monotonic)
 
     @property
     def model(self) -> ServedModel:

@@ -63,6 +63,10 @@ class FairSlots:
             self._wake()
             raise
 
+    def num_waiting(self, name: str) -> int:
+        """At most: some may have been cancelled."""
+        return len(self._waiting.get(name, ()))
+
     def release(self, name: str) -> None:
         self._held[name] -= 1
         if not self._held[name]:

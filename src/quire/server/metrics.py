@@ -38,14 +38,14 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tok
             *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
 # Of the event loop's time, pages may take this share, and so much at once. A page takes some milliseconds.
-_PAGE_SHARE, _PAGE_BURST_S = 0.2, 1.0
+_PAGE_SHARE, _PAGE_BURST_S = 0.2, 0.1
 
 # Refusals and failures by code: a closed set, since the values of a label are kept for ever.
 _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
      "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies",
-     "slow_reader"}
+     "slow_reader", "tokenizer_busy", "too_many_streams"}
 )  # fmt: skip
 
 

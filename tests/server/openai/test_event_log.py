@@ -41,6 +41,17 @@ def test_a_follower_gets_each_event_once_and_in_order(sizes: list[int], after: i
     assert numbers(asyncio.run(run())) == list(range(after + 1, sum(sizes)))
 
 
+def test_a_follower_that_does_not_read_holds_few_events() -> None:
+    async def run() -> list[bytes]:
+        log = EventLog()
+        log.add(b"".join(event(number, size=20 << 10) for number in range(100)))
+        log.close()
+        return await follow(log, 9)
+
+    chunks = asyncio.run(run())
+    assert numbers(chunks) == list(range(10, 100)) and max(map(len, chunks)) == 80 << 10
+
+
 def test_what_is_dropped_cannot_be_followed() -> None:
     async def run() -> None:
         log = EventLog(max_bytes=100)

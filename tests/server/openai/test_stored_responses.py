@@ -1,5 +1,6 @@
 """Stored responses through OpenAI's own client: continue, retrieve, list, delete, background, cancel; their owners."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseItemList
 
+from quire.server.openai import responses
 from tests.server.api_server import MODEL, named_events
 from tests.server.local_server import LocalServer, local_server
 from tests.server.server_process import counted, load, wait_until, wait_until_at_rest
@@ -351,3 +353,24 @@ def test_input_tokens_are_counted_as_they_are_used(client: openai.OpenAI, http: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
     assert http.post("/v1/responses/input_tokens", json={"input": "hi", "model": "x"}).status_code == 404
     assert json.loads(http.get("/openapi.json").content)["paths"]["/v1/responses/input_tokens"]["post"]
+
+
+def test_streams_of_stored_responses_are_bounded_by_client(
+    served: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not read hold copies of the response."""
+    monkeypatch.setattr(responses, "_FOLLOWED_BYTES", 3 << 20)
+    ended = http.post("/v1/responses", json={"input": "hi"}).json()["id"]
+    path = f"/v1/responses/{ended}"
+    with contextlib.ExitStack() as streams:
+        body = {"input": "endless", "background": True, "stream": True}
+        lines = streams.enter_context(http.stream("POST", "/v1/responses", json=body)).iter_lines()
+        made = next(json.loads(line[6:]) for line in lines if line.startswith("data: "))["response"]["id"]
+        for _ in range(3):
+            followed = streams.enter_context(http.stream("GET", f"/v1/responses/{made}", params={"stream": "true"}))
+            assert followed.status_code == 200
+        refused = http.get(path, params={"stream": "true"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+        assert http.get(path).status_code == 200, "without stream it is not held"
+        http.post(f"/v1/responses/{made}/cancel")
+    wait_until(lambda: http.get(path, params={"stream": "true"}).status_code == 200)

@@ -6,7 +6,6 @@ them, from the first event or from a later one; none of them holds it up. Does n
 
 import asyncio
 from collections import deque
-from itertools import islice
 
 from quire.core.errors import QuireError
 from quire.server.async_engine import SlowReader
@@ -17,6 +16,7 @@ from quire.server.http.sse import Events, client_error, named_event
 from quire.server.openai.responses_output import ResponsesResponse
 
 MAX_EVENT_BYTES = 4 << 20  # of one response: some 10,000 tokens
+_SENT_BYTES = 1 << 16  # to a follower at once, and one event
 _END = b"\n\n"  # of an event; JSON has no line breaks
 
 
@@ -64,8 +64,7 @@ class EventLog:
                     f"The events before number {self._first} are not kept any more. Continue after a later one, or "
                     f"retrieve the response without stream."
                 )
-            ready = list(islice(self._events, number - self._first, None))
-            if ready:
+            if ready := self._some(number):
                 number += len(ready)
                 yield b"".join(ready)
             elif self._is_closed:
@@ -74,6 +73,15 @@ class EventLog:
                 return
             else:
                 await self._changed.wait()
+
+    def _some(self, number: int) -> list[bytes]:
+        """The next events from this number on: a follower that does not read holds few of them."""
+        events: list[bytes] = []
+        num_bytes, place = 0, number - self._first
+        while num_bytes < _SENT_BYTES and place < len(self._events):
+            events.append(self._events[place])
+            num_bytes, place = num_bytes + len(events[-1]), place + 1
+        return events
 
     def failed(self, error: Exception) -> bytes:
         """The last event of a follower that cannot follow any further. It is not part of the response."""

@@ -5,8 +5,8 @@ and polled or followed (`background.py`); it counts as an open request until it 
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import context_of
 from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
-from quire.server.openai.background import BackgroundResponse, EventLog, ResponseCancelled, response_events
+from quire.server.openai.background import BackgroundResponse, ResponseCancelled, response_events
 from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat, stored_items
 from quire.server.openai.responses_output import Body, ResponsesResponse, TextLogprobs, replayed
 from quire.server.request.decode import read
@@ -35,7 +35,10 @@ _SHORT_BYTES = 1 << 16  # of a stored conversation: read inline
 _MAX_LISTED = 100  # items of a page, as OpenAI has it
 _NUM_LISTED = 20
 _MAX_DIGITS = 9  # of the number of an event
-_EVENTS_AT_ONCE = 64  # of a replayed stream: about 0.2 ms
+_EVENTS_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 16  # of a replayed stream: about 0.2 ms
+# Streams of stored responses, by client and in all. Each takes some memory, and time with each token; one of a response
+# that has ended holds events which repeat it.
+_FOLLOWED_BYTES, _FOLLOWER_BYTES, _COPIES = 128 << 20, 1 << 20, 4
 
 
 class ResponseNotFound(QuireError):
@@ -43,6 +46,14 @@ class ResponseNotFound(QuireError):
 
     status = 404
     code = "response_not_found"
+
+
+class TooManyStreams(QuireError):
+    """The streams of stored responses take too much; this client has its share."""
+
+    status = 429
+    code = "too_many_streams"
+    retry_after_s = 1.0
 
 
 class PreviousResponseNotFound(QuireError):
@@ -107,19 +118,41 @@ async def retrieve(state: ServerState, request: Request) -> Response:
             raise InvalidParameter(
                 "This response is being generated without stream; wait for its end, or omit stream.", param="stream"
             )
-        return await _follow(state, request, running.log, after)
+        ended = _take_follower(state, request, 0)
+        return await stream(request, running.log.follow(after), ended, state.keep_alive_s, running.log.failed)
     if stored.outline is None:
         raise ResponseCancelled("The response was cancelled: it has no events. Omit stream.")
-    return await stream(request, _replay(stored.body, stored.outline, after), lambda: None, state.keep_alive_s)
+    ended = _take_follower(state, request, len(stored.body))
+    return await stream(request, _replay(stored.body, stored.outline, after), ended, state.keep_alive_s)
+
+
+def _take_follower(state: ServerState, request: Request, num_bytes: int) -> Callable[[], None]:
+    """Room for one stream of a stored response, which has this size if it has ended. The result gives it back."""
+    client = client_of(context_of(request.scope).identity, request.scope)
+    if not state.followed.has_room(client, _FOLLOWED_BYTES):
+        raise TooManyStreams(
+            f"{state.followed.held(client) >> 20} MiB of stored responses are being streamed to this client; "
+            f"all clients may have {_FOLLOWED_BYTES >> 20} MiB. Read those first, or omit stream."
+        )
+    taken = _FOLLOWER_BYTES + _COPIES * num_bytes
+    state.followed.take(client, taken)
+    return partial(state.followed.release, client, taken)
 
 
 async def _replay(body: bytes, outline: bytes, after: int) -> Events:
-    """The events of a response that has ended. Other tasks run in between."""
-    events = replayed(body, outline, after)
-    while some := list(islice(events, _EVENTS_AT_ONCE)):
-        if ready := b"".join(some):
-            yield ready
-        await asyncio.sleep(0)
+    """The events of a response that has ended. Other tasks run in between. One that is not read holds few events."""
+    some: list[bytes] = []
+    num_bytes = 0
+    for event in replayed(body, outline, after):
+        some.append(event)
+        num_bytes += len(event)
+        if len(some) >= _EVENTS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+            if num_bytes:
+                yield b"".join(some)
+            some, num_bytes = [], 0
+            await asyncio.sleep(0)
+    if num_bytes:
+        yield b"".join(some)
 
 
 async def delete(state: ServerState, request: Request) -> Response:
@@ -227,12 +260,9 @@ async def _start_background(
     except QuireError:
         running.cancel()
         raise
-    return _json(stored) if running.log is None else await _follow(state, request, running.log)
-
-
-async def _follow(state: ServerState, request: Request, log: EventLog, starting_after: int = -1) -> Response:
-    """The response goes on if this client disconnects."""
-    return await stream(request, log.follow(starting_after), lambda: None, state.keep_alive_s, log.failed)
+    if (log := running.log) is None:
+        return _json(stored)
+    return await stream(request, log.follow(-1), lambda: None, state.keep_alive_s, log.failed)  # it goes on without
 
 
 def _stored(
