@@ -238,7 +238,7 @@ class ServerState:
     engine_state: EngineState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine_state = EngineState(self.engine.query, time.monotonic)
+        self.engine_state = EngineState(lambda what, number: self.engine.query(what, number), time.monotonic)
 
     @property
     def model(self) -> ServedModel:
