@@ -62,7 +62,7 @@ def test_the_files_and_folders_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_the_modules_a_page_names_exist(page: Path) -> None:
     for dotted in _MODULE.findall(page.read_text(encoding="utf-8")):
-        if dotted.endswith((".json", ".yaml", ".service", ".conf")):
+        if dotted.endswith((".json", ".yaml", ".service", ".conf", ".toml")):
             continue
         path = SOURCE.joinpath(*dotted.strip(".").split("."))
         assert path.is_dir() or path.with_suffix(".py").is_file(), f"quire{dotted}"

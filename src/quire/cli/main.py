@@ -6,17 +6,21 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from quire.catalog.names import short_name
 from quire.cli.bench import COMMANDS
+from quire.cli.config_file import describe_config, load_config
 from quire.cli.options import (
     FiniteRange,
     batch_options,
     check_packages,
     check_sampling,
     engine_options,
+    grouped_options,
     hub_options,
     integer_list,
+    name_variables,
     sampling_options,
     serving_options,
 )
@@ -24,6 +28,10 @@ from quire.cli.streams import flushed_output, loading_status, open_streams, stop
 from quire.config import foreign_hint
 from quire.core.errors import QuireError
 
+_MANY_OPTIONS = 16  # with so many, the help has groups
+_VARIABLES = (
+    "Each option is also a variable of the environment, --max-model-len as QUIRE_MAX_MODEL_LEN; flags override it."
+)
 _MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engines and quire bench have the model so
 
 
@@ -47,6 +55,13 @@ class QuireCommand(click.Command):
         words = list(args)  # click consumes the other list
         try:
             return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            param = error.param
+            source = None if param is None or param.name is None else ctx.get_parameter_source(param.name)
+            if param is None or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
+                raise
+            named = f"{param.envvar} in the environment" if source is ParameterSource.ENVIRONMENT else "--config"
+            raise click.BadParameter(f"{error.message.rstrip('.')}, from {named}.", ctx, param) from None
         except click.NoSuchOption as error:
             usage = " ".join(self.collect_usage_pieces(ctx)[1:])
             option = _as_written(error.option_name, words)
@@ -57,6 +72,21 @@ class QuireCommand(click.Command):
                 arguments = usage.replace("[MODEL]", _value_of(error.option_name, words))
                 ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {arguments}")
             raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options in groups, where there are many."""
+        if len(self.params) < _MANY_OPTIONS:
+            super().format_options(ctx, formatter)
+            return
+        groups = grouped_options(self)
+        help_option = self.get_help_option(ctx)
+        if help_option is not None:
+            groups.setdefault("Other options", []).append(help_option)
+        for group, params in groups.items():
+            options = [param for param in params if isinstance(param, click.Option)]
+            if records := [record for option in options if (record := option.get_help_record(ctx)) is not None]:
+                with formatter.section(group):
+                    formatter.write_dl(records)
 
     def _hint(self, option: str) -> str | None:
         """What replaces an option of another engine."""
@@ -175,12 +205,19 @@ def chat(model: str | None, **given: object) -> None:
     work(opened, given)
 
 
-@app.command()
+@app.command(epilog=_VARIABLES)
 @click.argument("model", required=False)
+@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", is_eager=True,
+              expose_value=False, callback=load_config, help="TOML file of options.")  # fmt: skip
+@click.option("--print-config", is_flag=True, help="Print all options in force as such a file, and exit.")
 @serving_options
 @engine_options
-def serve(model: str | None, host: str, port: int, **given: object) -> None:
+@click.pass_context
+def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **given: object) -> None:
     """Serve a model over HTTP, with OpenAI-compatible APIs."""
+    if given.pop("print_config"):
+        print(describe_config(ctx))
+        return
     with stops_on_sigterm():
         with loading_status():
             from quire.cli.serve import serve as work
@@ -421,3 +458,5 @@ def bench_pacing(
 
 for command in COMMANDS:
     bench.add_command(command)
+for configured in (serve, batch, run, chat):
+    name_variables(configured)

@@ -99,6 +99,15 @@ def _engine_option(declared: Field[Any]) -> Decorator[Any]:
 
 _ENGINE = {declared.name: _engine_option(declared) for declared in fields(EngineConfig) if setting_of(declared).flag}
 
+
+class _PortOption(click.Option):
+    """Kubernetes sets QUIRE_PORT to tcp://ADDRESS:PORT in every container beside a service called quire: no option."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        value = super().resolve_envvar_value(ctx)
+        return None if value is not None and value.startswith("tcp://") else value
+
+
 # Name, chat template, parsers and replacement of the served model: of serve and of batch.
 _SERVED_MODEL = (
     click.option("--served-model-name", "aliases", multiple=True, metavar="NAME",
@@ -115,7 +124,8 @@ _SERVED_MODEL = (
 
 _SERVING = (
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port."),
+    click.option("--port", cls=_PortOption, type=click.IntRange(0, 65535), default=8000, show_default=True,
+                 help="0: any free port."),
     click.option("--api-key", "api_keys", multiple=True, metavar="KEY",
                  help="API key that clients must send; may be given several times. Visible to other users of this "
                  "machine in the process list: prefer --api-key-file."),
@@ -181,6 +191,45 @@ measured_engine_options = _all_of(
     click.option("--prefix-cache", "enable_prefix_caching", is_flag=True,
                  help="Switch prefix caching on; it is emptied before each repeat."),
 )  # fmt: skip
+
+
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Model": ("model", "revision", "token", "load_format", "aliases", "chat_template", "tool_call_parser",
+              "reasoning_parser", "script"),
+    "Address": ("host", "port", "root_path", "ssl_keyfile", "ssl_certfile"),
+    "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
+                        "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "drain_s"),
+    "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+                 "frequency_penalty", "seed", "stop", "system", "chat"),
+    "Device and memory": ("device", "dtype", "quantization", "attention_backend", "threads", "max_model_len",
+                          "block_size", "kv_cache_memory", "gpu_memory_utilization", "host_kv_memory"),
+    "Scheduling": ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "speculative", "itl_target_ms",
+                   "ttft_target_ms", "overcommit", "run_ahead", "regime"),
+}  # fmt: skip
+_OTHERS = "Other options"
+_VARIABLE_PREFIX = "QUIRE_"
+
+
+def option_name(param: click.Parameter) -> str:
+    """The long form of an option, as it is typed."""
+    return next(name for name in param.opts if name.startswith("--"))
+
+
+def grouped_options(command: click.Command) -> dict[str, list[click.Parameter]]:
+    """The options of a command by what they are about, in the order of the help; its model first."""
+    own = {param.name: param for param in command.params if isinstance(param, click.Option) or param.name == "model"}
+    found = {group: [own.pop(name) for name in names if name in own] for group, names in _GROUPS.items()}
+    found[_OTHERS] = list(own.values())
+    return {group: params for group, params in found.items() if params}
+
+
+def name_variables(command: click.Command) -> None:
+    """Every option may be given in the environment, `--max-model-len` as QUIRE_MAX_MODEL_LEN; flags override it."""
+    for param in command.params:
+        if isinstance(param, click.Option):
+            param.envvar = _VARIABLE_PREFIX + option_name(param).removeprefix("--").replace("-", "_").upper()
+        elif param.name == "model":
+            param.envvar = f"{_VARIABLE_PREFIX}MODEL"
 
 
 def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfig:

@@ -1,0 +1,97 @@
+"""Options from a file, the environment and flags: which one wins, what is refused, and the file that is printed."""
+
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from quire.cli.main import app
+from quire.cli.options import grouped_options
+from tests.cli.commands import Shell
+
+FILE = """
+model = "smollm2"
+port = 9001
+max-model-len = "2k"
+served_model_name = ["a", "b"]
+allowed-origins = "http://one.test"
+enable-prefix-caching = false
+shutdown-timeout = 3
+log-format = "json"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "quire.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_flags_override_the_environment_and_it_overrides_the_file(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    variables = {"QUIRE_PORT": "9002", "QUIRE_MAX_MODEL_LEN": "4k", "QUIRE_API_KEY": "sk-1 sk-2",
+                 "QUIRE_INSECURE_NO_KEY": "true", "QUIRE_THREADS": "3"}  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    printed = quire("serve", "--config", str(config), "--max-model-len", "8k", "--print-config")
+    values = tomllib.loads(printed.out)
+    assert (values["model"], values["port"], values["max-model-len"], values["threads"]) == ("smollm2", 9002, 8192, 3)
+    assert values["served-model-name"] == ["a", "b"] and values["allowed-origins"] == ["http://one.test"]
+    assert values["enable-prefix-caching"] is False and values["insecure-no-key"] is True
+    assert (values["shutdown-timeout"], values["log-format"], values["host"]) == (3.0, "json", "127.0.0.1")
+    assert "sk-1" not in printed.out and "# api-key is set, and not shown" in printed.out
+    assert "port = 9002  # environment" in printed.out and 'log-format = "json"  # config file' in printed.out
+    again = tmp_path / "again.toml"
+    again.write_text(printed.out)
+    for name in variables:
+        monkeypatch.delenv(name)
+    assert tomllib.loads(quire("serve", "--config", str(again), "--print-config").out) == values
+
+
+def test_the_port_of_a_kubernetes_service_is_no_option(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_PORT", "tcp://10.0.0.7:8000")
+    assert tomllib.loads(quire("serve", "--print-config").out)["port"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "has 'prot', which is not an option of quire serve. Did you mean port?"),
+        ("zzzzzz = 1", "quire serve --print-config lists all of them"),
+        ("[engine]\nport = 1", "has 'engine', which is not an option"),
+        ("port = [1]", "has a list for port, which takes one value"),
+        ("port = 1979-05-27", "a value is a text, a number, true or false"),
+        ("port = 'many'", "from --config"),
+        ("port", "is not TOML"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_file_is_refused(quire: Shell, tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "quire.toml"
+    if text is not None:
+        path.write_text(text)
+    result = quire("serve", "--config", str(path))
+    assert result.status == 2 and words in result.err, result.err
+
+
+def test_a_wrong_variable_is_named(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_TEMPERATURE", "hot")
+    result = quire("run", "hi")
+    assert result.status == 2 and "from QUIRE_TEMPERATURE in the environment" in result.err
+
+
+def test_every_option_of_serve_has_a_variable_and_almost_all_a_group(quire: Shell) -> None:
+    serve = app.get_command(click.Context(app), "serve")
+    assert serve is not None
+    options = [param for param in serve.params if isinstance(param, click.Option)]
+    variables = [option.envvar for option in options]
+    assert len(set(variables)) == len(variables) and all(str(name).startswith("QUIRE_") for name in variables)
+    others = {param.name for param in grouped_options(serve)["Other options"]}
+    assert others == {"config", "print_config", "otlp_endpoint", "log_format"}
+    shown = quire("serve", "--help").out
+    for heading in ("Model:", "Address:", "Keys and limits:", "Device and memory:", "Scheduling:", "Other options:"):
+        assert f"\n{heading}\n" in shown
+    assert all(next(name for name in option.opts if name.startswith("--")) in shown for option in options)
