@@ -150,7 +150,7 @@ def test_a_first_engine_killed_by_the_kernel_is_reported(monkeypatch: pytest.Mon
         supervised = SupervisedEngines(monkeypatch)
         starting = asyncio.create_task(supervised.supervisor.first_start())
         (await supervised.started(0)).end()
-        with pytest.raises(EngineFailed, match=r"it was killed, .*--kv-cache-memory"):
+        with pytest.raises(EngineFailed, match=r"by signal 9, SIGKILL; .*--kv-cache-memory"):
             await starting
 
     run(body())
@@ -188,7 +188,9 @@ def test_starts_that_fail_back_off_and_then_stop(monkeypatch: pytest.MonkeyPatch
                 break
             (await supervised.started(number)).end()
             await _turns()
-            assert watching.done() or supervised.supervisor.reason.startswith("the engine ended: it was killed")
+            assert watching.done() or supervised.supervisor.reason.startswith(
+                "the engine ended: by signal 9, SIGKILL; "
+            )
         with pytest.raises(EngineFailed, match=f"ended {MAX_FAILED_STARTS} times in a row while it was starting"):
             await watching
         assert supervised.waited_s == [0.25, 2.0, 4.0, 8.0, 16.0]

@@ -1,21 +1,24 @@
 """Log-probabilities that a response keeps to its end: bounded for each response and in all, by client."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from quire.server import async_engine
+from quire.server import async_engine, context
 from quire.server.async_engine import _scored_bytes
+from quire.server.context import TextThreads
 from quire.server.fair_shares import ResponseBytes
 from tests.server.local_server import LocalServer
 from tests.server.many_clients import fetch_all, request
 from tests.server.scripted_servers import check_control, completion_body, scripted_here
 from tests.server.server_process import wait_until_at_rest
 
+USER = [{"role": "user", "content": "endless"}]
+INCLUDED = ["message.output_text.logprobs"]
 NUM_KEPT = 400  # tokens with five log-probabilities that the patched limit allows
 
 
@@ -94,3 +97,41 @@ def test_the_largest_response_of_the_client_with_the_most_ranks_first() -> None:
     assert max([("a", "1"), ("b", "2"), ("b", "3")], key=lambda each: held.rank(*each)) == ("b", "2")
     held.add("a", "1", -4)
     assert "a" not in held.by_client and "1" not in held.by_response
+
+
+SCORED: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "endless", "max_tokens": 4, "logprobs": 2}),
+    "chat": ("/v1/chat/completions", {"messages": USER, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}),
+    "responses": ("/v1/responses", {"input": "endless", "max_output_tokens": 4, "include": INCLUDED}),
+    "background": (
+        "/v1/responses",
+        {"input": "endless", "max_output_tokens": 4, "include": INCLUDED, "background": True},
+    ),
+    "TGI": ("/generate", {"inputs": "endless", "parameters": {"max_new_tokens": 4, "details": True}}),
+    "Ollama": ("/api/chat", {"messages": USER, "stream": False, "options": {"num_predict": 4}, "logprobs": True}),
+}
+
+
+@pytest.mark.parametrize("api", SCORED)
+def test_many_log_probabilities_are_written_on_a_thread(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    """On the event loop, those of 7,000 tokens kept all other requests waiting for seconds."""
+    monkeypatch.setattr(context, "_FEW_SCORES", 0)
+    written: list[str] = []
+    run_long = TextThreads._run_long
+
+    async def noted(threads: TextThreads, client: str, work: Callable[[], Any]) -> Any:
+        written.append(client)
+        return await run_long(threads, client, work)
+
+    monkeypatch.setattr(TextThreads, "_run_long", noted)
+    path, body = SCORED[api]
+    with server.client() as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        response = client.post(path, json={"model": model, **body} if api == "Ollama" else body)
+        assert response.status_code == 200, response.text
+        wait_until_at_rest(client)
+        if api == "background":
+            response = client.get(f"/v1/responses/{response.json()['id']}")
+    assert len(written) == 1 and response.text.count('"logprob"') + response.text.count('"token_logprobs"') > 0

@@ -158,9 +158,13 @@ class Supervisor:
 
     def _exit_reason(self) -> str:
         status = None if self._process is None else self._process.exit_status()
+        if status is None or status >= 0:
+            return f"status {status}; see above"
+        names = {number.value: number.name for number in signal.Signals}
+        ended = f"by signal {-status}, {names.get(-status, 'unknown')}"
         if status == -signal.SIGKILL:
-            return "it was killed, as the kernel does where memory runs out: give it less with --kv-cache-memory"
-        return f"status {status}; see above"
+            return f"{ended}; if the kernel's log says that memory ran out, lower --kv-cache-memory"
+        return f"{ended}; see above"
 
     async def stop(self) -> None:
         self._stopping = True

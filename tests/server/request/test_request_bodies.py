@@ -14,7 +14,7 @@ from quire.server.anthropic.messages import MessagesBody
 from quire.server.anthropic.messages import as_chat as messages_as_chat
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.openai.responses_input import as_chat as responses_as_chat
-from quire.server.request.decode import MAX_DEPTH, decode, nests_deeper
+from quire.server.request.decode import MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, decode, nests_deeper, size_of
 from quire.server.request.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -163,6 +163,31 @@ def test_the_depth_of_a_text_is_that_of_its_value(value: object, indent: int | N
     text = json.dumps(value, indent=indent).encode()
     assert not nests_deeper(text, depth(value))
     assert depth(value) == 0 or nests_deeper(text, depth(value) - 1)
+
+
+def objects_and_strings(value: object) -> tuple[int, int]:
+    if isinstance(value, str):
+        return 0, 1
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    counted = [objects_and_strings(each) for each in inner]
+    own = isinstance(value, dict | list)
+    return own + sum(each for each, _ in counted), sum(each for _, each in counted)
+
+
+@given(value=JSON, indent=st.sampled_from([None, 1]))
+def test_the_size_of_a_text_is_that_of_its_value(value: object, indent: int | None) -> None:
+    assert size_of(json.dumps(value, indent=indent).encode()) == objects_and_strings(value)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_a_body_that_would_take_ten_times_its_bytes_is_refused(kind: type[msgspec.Struct]) -> None:
+    """400,000 messages in 13 MB took 150 MB, and a second in which no other request was served."""
+    many = {**CHAT, "prompt": "hi", "metadata": [{}] * MAX_OBJECTS}
+    assert f"a request may bring {MAX_OBJECTS} and {MAX_STRINGS}" in refused(json.dumps(many).encode(), kind).message
+    strings = {**CHAT, "prompt": "hi", "metadata": [""] * MAX_STRINGS}
+    assert f"{MAX_STRINGS} strings" not in refused(json.dumps(strings).encode(), kind).message
+    code = {**CHAT, "prompt": '{"a": ["b", {}]} ' * MAX_OBJECTS}
+    assert decode(json.dumps(code).encode(), kind), "text may have any brackets"
 
 
 def test_depth_is_counted_across_blocks() -> None:

@@ -318,8 +318,12 @@ async def _respond(
         if body.stream is not False:
             events = _events(output, response)
             return await stream(request, events, output.close, state.keep_alive_s, response.failed, JSON_LINES)
-        result = await until_disconnect(request, output.result(), output.close)
-    return json_response(response.whole(result))
+        try:
+            result = await until_disconnect(request, output.result())
+            num_scores = result.output.num_scores
+            return await model.text_threads.run_scored(num_scores, lambda: json_response(response.whole(result)))
+        finally:
+            output.close()
 
 
 async def _start_chat(

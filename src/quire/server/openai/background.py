@@ -10,6 +10,7 @@ from collections import deque
 from quire.core.errors import QuireError
 from quire.server.async_engine import SlowReader
 from quire.server.chat.session import ChatDelta, ChatStream
+from quire.server.context import TextThreads
 from quire.server.http.errors import error_body
 from quire.server.http.request_context import AdmittedPlace
 from quire.server.http.sse import Events, client_error, named_event
@@ -100,9 +101,16 @@ class BackgroundResponse:
     """A response that is generated after its request has been answered."""
 
     def __init__(
-        self, chat: ChatStream, response: ResponsesResponse, place: AdmittedPlace | None, *, streamed: bool
+        self,
+        chat: ChatStream,
+        response: ResponsesResponse,
+        place: AdmittedPlace | None,
+        threads: TextThreads,
+        *,
+        streamed: bool,
     ) -> None:
         self._chat = chat
+        self._threads = threads
         self._response = response
         self.log = EventLog() if streamed else None
         if self.log is not None:
@@ -118,8 +126,10 @@ class BackgroundResponse:
 
     async def _run(self) -> None:
         try:
-            result = await self._chat.result()
-            self._response.whole(result, await self._chat.num_reasoning_tokens())
+            result, num_reasoning = await self._chat.result(), await self._chat.num_reasoning_tokens()
+            num_scores = result.output.num_scores
+            whole = await self._threads.run_scored(num_scores, lambda: self._response.whole(result, num_reasoning))
+            self._response.end(whole)
         except Exception as error:
             self._response.fail(error)
 

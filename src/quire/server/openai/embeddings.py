@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Sequence
 
+import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,5 +49,6 @@ def _data(vectors: Sequence[FloatArray], encoding: str) -> list[dict[str, object
     for place, vector in enumerate(vectors):
         binary = encoding == "base64"
         embedding = base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode() if binary else vector.tolist()
-        data.append({"object": "embedding", "index": place, "embedding": embedding})
+        written = msgspec.Raw(msgspec.json.encode(embedding))  # one by one: all at once would hold up other threads
+        data.append({"object": "embedding", "index": place, "embedding": written})
     return data

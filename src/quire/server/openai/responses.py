@@ -34,6 +34,9 @@ from quire.server.response_store import ResponseStore, StoredItem, StoredRespons
 _SHORT_BYTES = 1 << 16  # of a stored conversation: read inline
 _MAX_LISTED = 100  # items of a page, as OpenAI has it
 _NUM_LISTED = 20
+_REPEATED_BYTES = 1 << 20  # of one field
+_REPEATED = ("instructions", "metadata", "text", "tools", "tool_choice", "prompt_cache_key", "safety_identifier",
+             "user", "previous_response_id")  # fmt: skip
 _MAX_DIGITS = 9  # of the number of an event
 _EVENTS_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 16  # of a replayed stream: about 0.2 ms
 # Streams of stored responses, by client and in all. Each takes some memory, and time with each token; one of a response
@@ -75,6 +78,7 @@ async def responses(state: ServerState, request: Request) -> Response:
     body = await read(request, ResponsesBody)
     model, owner = state.model, _owner(request)
     model.check_model(body.model)
+    _check_repeated(body, context_of(request.scope).num_body_bytes)
     with rename_error_params(PARAM_NAMES):
         generation, prompt, items = await _input(state, request, body)
         chat = await start_chat(state.engine, model, prompt, generation)
@@ -90,8 +94,26 @@ async def responses(state: ServerState, request: Request) -> Response:
         if generation.stream:
             events = response_events(chat, response)
             return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
-        result = await until_disconnect(request, chat.result(), chat.close)
-    return json_response(response.whole(result, await chat.num_reasoning_tokens()))
+        try:
+            result = await until_disconnect(request, chat.result())
+            num_reasoning, num_scores = await chat.num_reasoning_tokens(), result.output.num_scores
+            whole = await model.text_threads.run_scored(num_scores, lambda: response.whole(result, num_reasoning))
+        finally:
+            chat.close()
+    return json_response(response.end(whole))
+
+
+def _check_repeated(body: ResponsesBody, num_body_bytes: int) -> None:
+    """Each event that has the response repeats fields of the request; they are written on the event loop."""
+    if num_body_bytes > _REPEATED_BYTES:
+        fields = {name: getattr(body, name) for name in _REPEATED}
+        num_bytes, largest = max((len(msgspec.json.encode(value)), name) for name, value in fields.items())
+        if num_bytes > _REPEATED_BYTES:
+            raise InvalidParameter(
+                f"{largest} takes {num_bytes} bytes as JSON; a response repeats it, and the limit is "
+                f"{_REPEATED_BYTES}.",
+                param=largest,
+            )
 
 
 async def input_tokens(state: ServerState, request: Request) -> Response:
@@ -253,7 +275,7 @@ async def _start_background(
 
     response = ResponsesResponse(state.model.name, body, generation, logprobs, ended)
     place, context.place = context.place, None  # it is released when the response ends, not with the request
-    running = BackgroundResponse(chat, response, place, streamed=generation.stream)
+    running = BackgroundResponse(chat, response, place, state.model.text_threads, streamed=generation.stream)
     stored = StoredResponse(response.id, owner, running.body(), items, background=True, running=running)
     try:
         store.put(stored)

@@ -210,6 +210,7 @@ class ResponsesResponse:
         return msgspec.json.encode(self._response(status, []))
 
     def whole(self, result: ChatResult, num_reasoning_tokens: int) -> Body:
+        """The response at its end; `end` follows. Slow with many log-probabilities: then call it on a thread."""
         output, events = result.output.outputs[0], result.choices[0].events
         self._note_logprobs(self._items.add(events), output.text, output.logprobs or [], events)
         self._finish(output.finish_reason)
@@ -242,7 +243,7 @@ class ResponsesResponse:
         text: str,
         entries: Sequence[dict[int, Logprob]],
         events: Sequence[OutputEvent],
-    ) -> dict[int, list[Body]]:
+    ) -> dict[int, list[msgspec.Raw]]:
         """The log-probabilities of the text deltas among these events, by their place."""
         if self._logprobs is None:
             return {}
@@ -251,14 +252,18 @@ class ResponsesResponse:
             for place, each in enumerate(item_events)
             if isinstance(each, ItemDelta) and each.item.kind is OutputItemKind.TEXT
         ]
-        found = dict(zip(places, self._logprobs.add(text, entries, events), strict=True))
+        scored = self._logprobs.add(text, entries, events)
+        found = {
+            place: [msgspec.Raw(msgspec.json.encode(entry)) for entry in logprobs]  # written once; events repeat them
+            for place, logprobs in zip(places, scored, strict=True)
+        }
         for place, logprobs in found.items():
             self._writer.logprobs.setdefault(item_events[place].item.key, []).extend(logprobs)
         return found
 
     def last_event(self, output: RequestOutput, num_reasoning_tokens: int) -> bytes:
         kind = "response.incomplete" if self._truncated else "response.completed"
-        return self._writer.event(kind, response=self._finished(output, num_reasoning_tokens))
+        return self._writer.event(kind, response=self.end(self._finished(output, num_reasoning_tokens)))
 
     def failed(self, error: Exception) -> bytes:
         """The event of a failure after the first byte. Before the response is opened, it is an `error` event."""
@@ -277,7 +282,7 @@ class ResponsesResponse:
         code = codes.get(reported.status, "server_error" if reported.status >= 500 else "invalid_prompt")
         items = [self._writer.item(item, "incomplete") for item in self._items.items]
         failure = {"code": code, "message": details["message"]}
-        return self._end(self._response("failed", items, error=failure))
+        return self.end(self._response("failed", items, error=failure))
 
     def _finish(self, finish_reason: str | None) -> list[ItemEvent]:
         self._truncated = finish_reason == "length"
@@ -288,10 +293,11 @@ class ResponsesResponse:
         usage = _usage(output, num_reasoning_tokens)
         if self._truncated:
             details = {"reason": "max_output_tokens"}
-            return self._end(self._response("incomplete", items, incomplete_details=details, usage=usage))
-        return self._end(self._response("completed", items, usage=usage, completed_at=int(time.time())))
+            return self._response("incomplete", items, incomplete_details=details, usage=usage)
+        return self._response("completed", items, usage=usage, completed_at=int(time.time()))
 
-    def _end(self, response: Body) -> Body:
+    def end(self, response: Body) -> Body:
+        """The response has ended, and is stored. On the event loop's thread."""
         self._ended(response)
         return response
 

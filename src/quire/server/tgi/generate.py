@@ -4,7 +4,7 @@ A body is converted to a completion body; fields that are not supported are refu
 token, with that token's own text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -150,6 +150,11 @@ class _PlacedToken(NamedTuple):
     end: int
 
 
+def _written(entries: Iterable[object]) -> list[msgspec.Raw]:
+    """As JSON, one by one: to encode thousands at once would hold up all other threads."""
+    return [msgspec.Raw(msgspec.json.encode(entry)) for entry in entries]
+
+
 class TgiResponse:
     """The JSON of one response."""
 
@@ -165,15 +170,16 @@ class TgiResponse:
         self._num_tokens = 0
 
     def whole(self, output: RequestOutput) -> Body:
+        """Slow with many log-probabilities: then call it on a thread."""
         [choice] = output.outputs
         body: Body = {"generated_text": self._prefix + choice.text}
         if self._parameters.details:
             entries = choice.logprobs or []
             body["details"] = {
                 **self._details(choice, len(choice.token_ids)),
-                "prefill": self._prefill(output),
-                "tokens": [self._token(token, entry) for token, entry in zip(choice.token_ids, entries, strict=True)],
-                **({"top_tokens": [self._top(entry) for entry in entries]} if self._parameters.top_n_tokens else {}),
+                "prefill": _written(self._prefill(output)),
+                "tokens": _written(self._token(*each) for each in zip(choice.token_ids, entries, strict=True)),
+                **({"top_tokens": _written(map(self._top, entries))} if self._parameters.top_n_tokens else {}),
             }
         return body
 
@@ -279,8 +285,11 @@ async def info(state: ServerState, request: Request) -> Response:
 async def _whole(state: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
     with rename_error_params(PARAM_NAMES):
         tokens, response = await _begin(state, body, streaming=False)
-        output = await until_disconnect(request, tokens.output(), tokens.close)
-    return response.whole(output)
+        try:
+            output = await until_disconnect(request, tokens.output())
+            return await state.model.text_threads.run_scored(output.num_scores, lambda: response.whole(output))
+        finally:
+            tokens.close()
 
 
 async def _streamed(state: ServerState, request: Request, body: GenerateBody) -> Response:
