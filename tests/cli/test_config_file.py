@@ -65,6 +65,7 @@ def test_the_port_of_a_kubernetes_service_is_no_option(quire: Shell, monkeypatch
         ("port = [1]", "has a list for port, which takes one value"),
         ("port = 1979-05-27", "a value is a text, a number, true or false"),
         ("port = 'many'", "from --config"),
+        ("port = 1.5", "'1.5' is not a valid integer range, from --config"),
         ("port", "is not TOML"),
         (None, "cannot be read: No such file"),
     ],

@@ -27,7 +27,7 @@ from quire.weights.allocate import dummy_weights
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 600, 16, 8192, 8
 PIECE = 16 << 20
-LEFT = 48 << 20  # bytes: enough for a few tokens, and not for the 6,144 numbers of each of thousands
+LEFT = 96 << 20  # bytes: enough for a few tokens, and not for the 6,144 numbers of each of thousands
 SMALL = [[11 * place + token for token in range(20 + place)] for place in range(4)]
 LARGE = [token % 1000 for token in range(6000)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24)

@@ -54,7 +54,13 @@ def _parameter(path: Path, key: str, value: Any, known: Mapping[str, click.Param
         raise ConfigError(
             f"--config {path} has {value!r:.60} for {key}; a value is a text, a number, true or false.", param="config"
         )
-    return param.name or "", value if isinstance(value, list) or not many else [value]
+    texts = [_as_typed(each) for each in (value if isinstance(value, list) else [value])]
+    return param.name or "", texts if many else texts[0]
+
+
+def _as_typed(value: str | float) -> str | bool:
+    """As on the command line, so that it is checked alike: click would take 1.5 for the integer 1."""
+    return value if isinstance(value, bool) else str(value)
 
 
 def load_config(ctx: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
