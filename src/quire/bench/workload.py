@@ -190,7 +190,7 @@ class RaceWorkload:
 
     def draw(self, vocab_size: int, seed: int, round_number: int) -> list[BenchJob]:
         """The requests of one round."""
-        generator = random.Random(f"{seed}.{round_number}")
+        generator = random.Random(f"{seed}.{self.name}.{round_number}")
         low = min(_LOWEST_ID, vocab_size - 1)
 
         def ids(count: int) -> list[int]:
