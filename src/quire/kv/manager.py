@@ -6,7 +6,7 @@ another. Block copies (copy-on-write, demotion, promotion) collect here until th
 
 Where memory becomes resident when a block is first written (a CPU), prefixes that no row holds fill a part of the pool
 only: beyond the resident limit the oldest are evicted before more memory is touched. Each request that asks for an
-evicted prefix doubles the limit, so the memory of a cache follows its use.
+evicted prefix raises the limit by a multiple of what it computes again, so the memory of a cache follows its use.
 """
 
 from collections.abc import Callable
@@ -88,6 +88,7 @@ class RowBlocks:
 
 # Blocks evicted at once, ahead of need: an eviction costs about the same for one block and for many.
 _EVICTION_BATCH = 32
+_LIMIT_GROWTH = 4  # blocks, for each that is computed again: a cache computes a quarter of itself twice at most
 _UNHELD_SHARE = 4  # of the resident limit: so much of it stays cached, however much rows hold
 
 
@@ -144,7 +145,8 @@ class KVManager:
             return None
         miss = self.tree.miss_reason(owner.partition, tokens, num_found // self.block_size * self.block_size)
         if miss is not None and miss.kind is CacheMissKind.EVICTED:
-            self.resident_limit = min(2 * self.resident_limit, self.pool.num_blocks)
+            num_blocks = (len(tokens) - num_found) // self.block_size
+            self.resident_limit = min(self.resident_limit + _LIMIT_GROWTH * num_blocks, self.pool.num_blocks)
         return miss
 
     def touch(self, match: PrefixMatch | None) -> None:
