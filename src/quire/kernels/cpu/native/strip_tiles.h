@@ -129,9 +129,10 @@ static inline void each_strip(int64_t token, int64_t end, const Body& body) {
     strips(std::integral_constant<int, 1>{});
 }
 
-// Some vectors of rows for some tokens: calls finish(t, products) for each, [kVectors, kLanes].
+// Some vectors of rows for some tokens: calls finish(products, out) for each, [kVectors, kLanes] and its row of `out`,
+// [tokens, stride]. Its lines are requested before the last products: they are mostly in no near cache.
 template <class F, int kVectors, class Finish>
-static inline void strip_rows(const PanelRows<kVectors>& from, const Rows& x, int64_t token, int64_t end, const Finish& finish) {
+static inline void strip_rows(const PanelRows<kVectors>& from, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride, const Finish& finish) {
     constexpr int kRows = kVectors * Simd::kLanes;
     const int groups = x.width / kGroup;
     WideGroup<kVectors> wide[kStripGroups];
@@ -142,11 +143,34 @@ static inline void strip_rows(const PanelRows<kVectors>& from, const Rows& x, in
         for (int g = 0; g < count; g++) widen_group<F>(from, first + g, wide[g]);
         each_strip(token, end, [&](auto n, int64_t t) {
             const auto* strip = reinterpret_cast<const StripGroup<n>*>(x.strips + t * groups * kStripWords);
-            strip_tile<F, n>(wide, strip + first, count, totals + (t - token) * kRows);
+            float* products = totals + (t - token) * kRows;
+            float* rows = out + (t - token) * stride;
+            const bool last = first + count == groups;
+            for (int i = 0; last && i < n; i++) finish.prefetch(rows + i * stride);
+            strip_tile<F, n>(wide, strip + first, count, products);
+            for (int i = 0; last && i < n; i++) finish(products + i * kRows, rows + i * stride);
         });
     }
-    for (int64_t t = token; t < end; t++) finish(t, totals + (t - token) * kRows);
 }
+
+struct StoreRows {
+    int count;
+    void prefetch(const float* out) const {
+        __builtin_prefetch(out, 1);
+        if (count > kPanelRows) __builtin_prefetch(out + kPanelRows, 1);
+    }
+    void operator()(const float* products, float* out) const {
+        if (count % Simd::kLanes) std::copy(products, products + count, out);
+        else
+            for (int i = 0; i < count; i += Simd::kLanes) Simd::store(out + i, Simd::load(products + i));
+    }
+};
+
+struct GateRows {
+    int32_t activation;
+    void prefetch(const float* out) const { __builtin_prefetch(out, 1); }
+    void operator()(const float* products, float* out) const { gate(products, Simd::kLanes, activation, out); }
+};
 
 // Panels with `count` rows in all. out: [tokens, stride], from the first of these tokens on.
 template <class F>
@@ -155,8 +179,7 @@ static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_
     auto vectors = [&](auto n, int row) {
         PanelRows<n> from;
         for (int v = 0; v < n; v++) from.panels[v] = panels + (row + v * Simd::kLanes) / kPanelRows * bytes, from.rows[v] = v * Simd::kLanes % kPanelRows;
-        const int exist = std::min(n * Simd::kLanes, count - row);
-        strip_rows<F, n>(from, x, token, end, [&](int64_t t, const float* row_of) { std::copy(row_of, row_of + exist, out + (t - token) * stride + row); });
+        strip_rows<F, n>(from, x, token, end, out + row, stride, StoreRows{std::min(n * Simd::kLanes, count - row)});
     };
     for (int row = 0; row < count; row += kStripVectors * Simd::kLanes)
         if (count - row > kPanelRows || kStripPanels == 1) vectors(std::integral_constant<int, kStripVectors>{}, row);
@@ -167,8 +190,7 @@ static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_
 template <class F>
 static void strip_gate(const uint8_t* gates, const uint8_t* values, int32_t activation, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
     for (int row = 0; row < kPanelRows; row += Simd::kLanes)
-        strip_rows<F, 2>(PanelRows<2>{{gates, values}, {row, row}}, x, token, end,
-                         [&](int64_t t, const float* products) { gate(products, Simd::kLanes, activation, out + (t - token) * stride + row); });
+        strip_rows<F, 2>(PanelRows<2>{{gates, values}, {row, row}}, x, token, end, out + row, stride, GateRows{activation});
 }
 
 // The activations of one strip, as `quantize_row` has them. x: [n, width]; out: [groups]. Each stage for all tokens, so
