@@ -176,7 +176,13 @@ def objects_and_strings(value: object) -> tuple[int, int]:
 
 @given(value=JSON, indent=st.sampled_from([None, 1]))
 def test_the_size_of_a_text_is_that_of_its_value(value: object, indent: int | None) -> None:
-    assert size_of(json.dumps(value, indent=indent).encode()) == objects_and_strings(value)
+    assert size_of(json.dumps(value, indent=indent).encode()) == (depth(value), *objects_and_strings(value))
+
+
+@pytest.mark.parametrize("num_before", [*range(6), (1 << 18) - 3, (1 << 18) - 2, (1 << 18) - 1, 1 << 18])
+def test_an_escape_at_the_end_of_a_block_stays_whole(num_before: int) -> None:
+    escaped = ["x" * num_before + "\\" * (1 << 18) + '"{', {"\\": '\\"['}]
+    assert size_of(json.dumps(escaped).encode()) == (2, 2, 3)
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])

@@ -4,6 +4,7 @@ Measures the nesting of a JSON text before it is parsed: in linear time, with no
 """
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -27,40 +28,42 @@ MAX_STRINGS = 500_000
 
 
 class JsonSize(NamedTuple):
-    """The number of lists and objects, and of strings, of a JSON text. At least, where it is not JSON."""
+    """Of a JSON text: how many lists and objects are open at once, and how many there are, and strings. At least,
+    where it is not JSON."""
 
+    depth: int
     num_objects: int
     num_strings: int
 
 
-def _marks(body: bytes) -> bytes:
-    """Brackets and quotes, without those inside of strings that are escaped."""
-    return body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
-
-
 def size_of(body: bytes) -> JsonSize:
-    """In linear time, with little memory."""
-    marks, num_quotes, num_objects = _marks(body), 0, 0
-    for start in range(0, len(marks), _BLOCK_BYTES):
-        block = np.frombuffer(marks, np.uint8, min(_BLOCK_BYTES, len(marks) - start), start)
+    """In linear time, with little memory, and block by block: other threads run in between."""
+    num_quotes = depth = deepest = num_objects = 0
+    for marks in _marks(body):
+        block = np.frombuffer(marks, np.uint8)
         quotes = num_quotes + np.cumsum(block == ord('"'))
-        num_objects += int(np.count_nonzero((quotes % 2 == 0) & (_STEPS[block] > 0)))
-        num_quotes = int(quotes[-1])
-    return JsonSize(num_objects, num_quotes // 2)
+        steps = np.where(quotes % 2, 0, _STEPS[block])
+        depths = depth + np.cumsum(steps)
+        num_objects += int(np.count_nonzero(steps > 0))
+        num_quotes, depth, deepest = int(quotes[-1]), int(depths[-1]), max(deepest, int(depths.max()))
+    return JsonSize(deepest, num_objects, num_quotes // 2)
+
+
+def _marks(body: bytes) -> Iterator[bytes]:
+    """Brackets and quotes, without escaped ones; no block ends between a backslash and what it escapes."""
+    start = 0
+    while start < len(body):
+        block = body[start : start + _BLOCK_BYTES]
+        if (len(block) - len(block.rstrip(b"\\"))) % 2:
+            block = body[start : start + len(block) + 1]
+        start += len(block)
+        if marks := block.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS):
+            yield marks
 
 
 def nests_deeper(body: bytes, max_depth: int) -> bool:
     """Whether more than `max_depth` lists and objects are open at once."""
-    marks = _marks(body)
-    num_quotes = depth = 0
-    for start in range(0, len(marks), _BLOCK_BYTES):
-        block = np.frombuffer(marks, np.uint8, min(_BLOCK_BYTES, len(marks) - start), start)
-        quotes = num_quotes + np.cumsum(block == ord('"'))
-        depths = depth + np.cumsum(np.where(quotes % 2, 0, _STEPS[block]))
-        if depths.max() > max_depth:
-            return True
-        num_quotes, depth = int(quotes[-1]), int(depths[-1])
-    return False
+    return size_of(body).depth > max_depth
 
 
 MAX_DEPTH = 64  # of nested lists and objects
@@ -78,15 +81,8 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 def decode(body: bytes, kind: type[Kind]) -> Kind:
     """A body of this kind, or an error that names the field."""
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and nests_deeper(body, MAX_DEPTH):
-        raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
-    if len(body) > MAX_OBJECTS:
-        size = size_of(body)
-        if size.num_objects > MAX_OBJECTS or size.num_strings > MAX_STRINGS:
-            raise InvalidPrompt(
-                f"The body has {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
-                f"bring {MAX_OBJECTS} and {MAX_STRINGS}."
-            )
+    if len(body) > MAX_OBJECTS or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_size(size_of(body))
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -96,6 +92,16 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
     if isinstance(decoded, Legacy):
         refuse_legacy(decoded)
     return decoded
+
+
+def _check_size(size: JsonSize) -> None:
+    if size.depth > MAX_DEPTH:
+        raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    if size.num_objects > MAX_OBJECTS or size.num_strings > MAX_STRINGS:
+        raise InvalidPrompt(
+            f"The body has {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
+            f"bring {MAX_OBJECTS} and {MAX_STRINGS}."
+        )
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
