@@ -64,6 +64,14 @@ def test_a_prefix_that_is_used_stays_however_much_another_tenant_caches(num_junk
         assert cache.run("innocent", prompt) == 159
 
 
+def test_every_prefix_can_be_evicted_however_many_there_are_and_in_whatever_order_they_came() -> None:
+    cache = Cache(400)
+    for number in range(390):
+        cache.run("x", cache.fresh(4), priority=(7 * number) % 3)
+    for _ in range(3):
+        cache.run("x", cache.fresh(4 * 390), priority=-1)
+
+
 def test_a_tenant_above_its_share_loses_its_own_least_recent_first() -> None:
     cache = Cache(40)
     old, new = cache.fresh(80), cache.fresh(80)  # 20 blocks each

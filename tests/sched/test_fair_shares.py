@@ -118,6 +118,18 @@ def test_idle_tenants_are_forgotten_and_active_ones_keep_their_index() -> None:
     assert shares.total("passer 0") == 0.0
 
 
+def test_weights_stay_with_their_tenants_as_more_come() -> None:
+    weights = {f"t{number}": float(2 ** (number % 5)) for number in range(100)}
+    shares = WeightedFairShares(weights)
+    for tenant in weights:
+        shares.arrive(tenant)
+        shares.charge(tenant, 64.0)
+    for tenant, weight in weights.items():
+        before = shares.service(tenant)
+        shares.charge(tenant, 64.0)
+        assert shares.service(tenant) - before == 64.0 / weight and shares.total(tenant) == 128.0
+
+
 def test_a_tenant_that_comes_and_goes_leaves_nothing_behind() -> None:
     shares = WeightedFairShares({})
     shares.arrive("stays")

@@ -178,3 +178,15 @@ def test_a_row_that_stopped_is_no_candidate() -> None:
     made.stop(Row(2))
     made.start(Row(3), 7)
     assert made.candidates(6).tolist() == [0, 1] and made.candidates(7).tolist() == [0, 1, 3]
+
+
+def test_a_row_that_starts_knows_nothing_of_the_one_before() -> None:
+    """Else one client's text would decide the drafts of another's."""
+    made, rows = governor(CHEAP)
+    settle(made, rows, [4, 4, 4, 0])
+    assert counts(made, rows, 10_000)[:3] == [4, 4, 4] and counts(made, rows, 10_001)[3] == 0
+    for row in (2, 3):
+        made.stop(Row(row))
+        made.start(Row(row), 20_000)
+    fresh = counts(made, rows, 20_001)
+    assert fresh[2] == fresh[3], "both begin with what all rows have learned together"

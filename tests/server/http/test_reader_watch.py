@@ -107,6 +107,14 @@ def test_the_total_is_kept_by_cutting_the_largest(sizes: list[int], total: int) 
     clock.close()
 
 
+def test_of_those_that_wait_for_long_the_largest_is_cut() -> None:
+    clock, everything = Clock(), UnreadOutput(ReaderLimits(total_bytes=90))
+    readers = [Reader(clock, everything, size, 0.0, since_s) for size, since_s in ((30, 0.0), (50, 1.0), (20, 7.0))]
+    clock.run_until(7.0 + LIMITS.crowding_s)
+    assert [reader.cut for reader in readers] == [None, ("connections", 7.0 + LIMITS.crowding_s), None]
+    clock.close()
+
+
 def test_readers_at_10_bytes_per_second_are_gone_within_a_minute() -> None:
     """500 beside 64 rows: the buffers of the last are full after half a minute, since its request has to wait first."""
     clock, everything = Clock(), UnreadOutput(LIMITS)
