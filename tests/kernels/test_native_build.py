@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from quire.kernels.cpu.native_build import (
     CHOICE_VARIABLE,
     SOURCES,
     CompilationFailed,
+    Variant,
     compile_variant,
     compiler,
     find_library,
@@ -85,6 +87,20 @@ def test_every_variant_that_this_cpu_can_run_is_right(name: str) -> None:
         pytest.skip("this CPU lacks its instructions")
     found, reason = chosen({CHOICE_VARIABLE: name})
     assert found == name and f"native kernels for {name}" in reason
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", known_variants(), ids=lambda variant: variant.name)
+def test_variants_for_other_cpus_are_valid_sources(variant: Variant) -> None:
+    """Of those that this CPU can run, the results are checked above."""
+    program = compiler()
+    if program is None or variant in usable_variants():
+        pytest.skip("it is run")
+    command = [program, "-std=c++17", "-fsyntax-only", "-w", *variant.flags, str(SOURCES / "api.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unrecognized" in done.stderr or "unknown argument" in done.stderr:
+        pytest.skip("this compiler lacks its instructions")
+    assert done.returncode == 0, done.stderr[:1000]
 
 
 def test_without_native_kernels_torch_computes_and_the_reason_is_given() -> None:

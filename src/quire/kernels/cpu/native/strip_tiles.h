@@ -10,16 +10,8 @@
 
 namespace quire {
 
-#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(__AMX_INT8__)
-
-constexpr bool kStripProducts = true;
 constexpr int kStripTokens = Simd::kLanes == 16 ? 12 : 6;
-constexpr int kStripVectors = 2;
-constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
-constexpr int kStripGroups = 6;        // whose words, and the activations of a strip, fit the first cache
-constexpr int kFewestStripTokens = 5;   // of a step: fewer are as fast without
-constexpr int kTokensAtOnce = 120;      // whole strips, so that their activations stay in the cache of a core
-constexpr int kPairs = kGroup / 2;      // of inputs, in a group
+constexpr int kPairs = kGroup / 2;       // of inputs, in a group
 constexpr int kStripWords = kPairs + 2;  // of 32 bits, for a token and a group
 
 // A group of the activations of n tokens.
@@ -28,6 +20,34 @@ struct StripGroup {
     int32_t pairs[kPairs][n];  // codes of two inputs, as words
     float scales[n], sums[n];  // as in `Quantized`
 };
+
+template <class F>
+static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride);
+template <class F>
+static void strip_gate(const uint8_t* gates, const uint8_t* values, int32_t activation, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride);
+template <int n>
+static inline void quantize_strip(const float* x, int64_t width, StripGroup<n>* out);
+// Calls body(n, token) for each strip of n tokens from `token` to `end`.
+template <class Body>
+static inline void each_strip(int64_t token, int64_t end, const Body& body) {
+    auto strips = [&](auto n) {
+        for (; token + n <= end; token += n) body(n, token);
+    };
+    strips(std::integral_constant<int, kStripTokens>{});
+    if constexpr (kStripTokens > 8) strips(std::integral_constant<int, 8>{});
+    strips(std::integral_constant<int, 4>{});
+    strips(std::integral_constant<int, 2>{});
+    strips(std::integral_constant<int, 1>{});
+}
+
+#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(__AMX_INT8__)
+
+constexpr bool kStripProducts = true;
+constexpr int kStripVectors = 2;
+constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
+constexpr int kStripGroups = 6;          // whose words, and the activations of a strip, fit the first cache
+constexpr int kFewestStripTokens = 5;    // of a step: fewer are as fast without
+constexpr int kTokensAtOnce = 120;       // whole strips, so that their activations stay in the cache of a core
 
 // A group of the weights of kVectors vectors of rows: codes as words, two inputs in a lane.
 template <int kVectors>
@@ -114,19 +134,6 @@ static inline void strip_tile(const WideGroup<kVectors>* weights, const StripGro
                 Simd::store(at, total);
             }
     }
-}
-
-// Calls body(n, token) for each strip of n tokens from `token` to `end`.
-template <class Body>
-static inline void each_strip(int64_t token, int64_t end, const Body& body) {
-    auto strips = [&](auto n) {
-        for (; token + n <= end; token += n) body(n, token);
-    };
-    strips(std::integral_constant<int, kStripTokens>{});
-    if constexpr (kStripTokens > 8) strips(std::integral_constant<int, 8>{});
-    strips(std::integral_constant<int, 4>{});
-    strips(std::integral_constant<int, 2>{});
-    strips(std::integral_constant<int, 1>{});
 }
 
 // Some vectors of rows for some tokens: calls finish(products, out) for each, [kVectors, kLanes] and its row of `out`,
@@ -227,8 +234,8 @@ static inline void quantize_strip(const float* x, int64_t width, StripGroup<n>* 
 
 #else
 
-constexpr bool kStripProducts = false;
-constexpr int kStripPanels = 1;
+constexpr bool kStripProducts = false;  // of the above, nothing is used
+constexpr int kStripPanels = 1, kFewestStripTokens = 1;
 constexpr int kTokensAtOnce = 128;  // so that their activations stay in the cache of a core
 
 #endif
