@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def test_variants_for_other_cpus_are_valid_sources(variant: Variant) -> None:
     if program is None or variant in usable_variants():
         pytest.skip("it is run")
     command = [program, "-std=c++17", "-fsyntax-only", "-w", *variant.flags, str(SOURCES / "api.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command, capture_output=True, text=True, check=False)
     if "unrecognized" in done.stderr or "unknown argument" in done.stderr:
         pytest.skip("this compiler lacks its instructions")
     assert done.returncode == 0, done.stderr[:1000]
