@@ -1,6 +1,8 @@
 """The supervisor with a fake clock and fake engines: silent starts, restarts, back-off."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -107,6 +109,12 @@ async def _turns() -> None:
         await turn
 
 
+class Garbage:
+    """As a failed request's traceback: a cycle."""
+
+    itself: "Garbage"
+
+
 def run(body: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
@@ -204,7 +212,12 @@ def test_an_engine_that_was_ready_is_replaced_however_often_it_is_killed(monkeyp
         supervised = SupervisedEngines(monkeypatch)
         watching = await supervised.watched()
         for number in range(50):
+            failed = Garbage()
+            failed.itself, collected = failed, weakref.ref(failed)
+            gc.collect(0)  # it is of an older generation now
+            del failed
             engine = await supervised.started(number)
+            assert collected() is None or number == 0, "what an engine left is collected before the next starts"
             engine.deliver(INFO)
             await _turns()
             assert supervised.supervisor.reason is None

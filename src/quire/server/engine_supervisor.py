@@ -6,6 +6,7 @@ other failures of a start are retried a limited number of times.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -151,6 +152,7 @@ class Supervisor:
 
     async def _start_another(self, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
+        gc.collect(1)  # what failed with the engine: its tracebacks hold connections, and no token waits now
         if not self._stopping:
             self.num_restarts += 1
             self._spawn()
