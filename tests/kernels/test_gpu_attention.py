@@ -131,6 +131,45 @@ def test_every_mixture_agrees_with_the_reference(decodes, chunks, block_size, kv
         step.check(step.attend())
 
 
+@settings(max_examples=examples(6, 15, gpu=True))
+@given(
+    rows=st.lists(st.tuples(lengths_before, st.integers(1, 8)), min_size=1, max_size=3),
+    block_size=st.sampled_from([1, 3, 16]),
+    kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3, 4, 8]),
+    dtype=st.sampled_from(DTYPES),
+    rule=rules,
+    slots=st.sampled_from([1, 12]),
+    num_padding=st.integers(0, 2),
+)
+def test_rows_with_several_queries_agree(rows, block_size, kv_heads, group, dtype, rule, slots, num_padding):
+    """Rows that verify drafts, in one tile, however they are split; rows without a query do nothing."""
+    parts = [Part(*row) for row in rows]
+    step = Step(parts, block_size=block_size, kv_heads=kv_heads, group=group, dtype=dtype, rule=rule)
+    layout, most = step.layout, max(part.num_new for part in parts)
+    starts = torch.cat([layout.query_starts, layout.query_starts[-1:].expand(num_padding)])
+    lengths = torch.cat([layout.context_lengths, layout.context_lengths.new_zeros(num_padding)])
+    tables = torch.cat([layout.tables, layout.tables[:1].expand(num_padding, -1)])
+    padded = replace(layout, query_starts=starts, context_lengths=lengths, tables=tables, max_queries=most)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "decode_tiles", lambda rows, kv_layer: tiles_for(slots))
+        step.check(GpuAttention(padded, 0).attend(step.query, step.kv_layer, step.rule))
+
+
+def test_many_rows_with_several_queries_go_longest_first():
+    step = Step([Part(7 * place % 40, 1 + place % 4) for place in range(40)], kv_heads=1, group=4)
+    layout = replace(step.layout, max_queries=4)
+    step.check(GpuAttention(layout, 0).attend(step.query, step.kv_layer, step.rule))
+
+
+@pytest.mark.parametrize("group", [12, *long_only([128], gpu=True)])
+def test_queries_that_fit_no_tile_are_chunks(group, monkeypatch):
+    monkeypatch.setattr(attention, "max_query_heads", lambda dim, element_bytes: 32)
+    step = Step([Part(20, 3), Part(5, 1), Part(9, 4)], kv_heads=1, group=group)
+    layout = replace(step.layout, max_queries=4)
+    step.check(GpuAttention(layout, 0).attend(step.query, step.kv_layer, step.rule))
+
+
 @pytest.mark.parametrize("dim", [80, *long_only([96, 128, 256], gpu=True)])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_heads_of_real_models_agree(dim, dtype):

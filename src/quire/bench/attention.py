@@ -94,7 +94,7 @@ def measure(step: AttentionStep, shape: HeadShape, beside: AttentionBackends | N
         compared.append(theirs)
     seconds = _seconds(inputs, shape.rule, compared)
     rate, unit = shape.num_bytes(step.num_read(shape.window)) / seconds[0], "TB/s"
-    if not step.decodes:  # two products; each pair has a multiplication and an addition per dimension
+    if not step.decodes and not step.verifies:  # two products, each with a multiplication and an addition per dimension
         rate, unit = 4 * shape.queries * shape.dim * step.num_scores(shape.window) / seconds[0], "TFLOP/s"
     return KernelFigure(step.name, seconds[0] * 1e6, rate / 1e12, unit, seconds[1] * 1e6 if seconds[1:] else None)
 
@@ -110,7 +110,8 @@ def kernel_inputs(step: AttentionStep, shape: HeadShape, device: torch.device) -
     context_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
     unused = torch.arange(sum(news), device=device)  # attention reads neither positions nor slots
     num_decodes = len(lengths) if step.decodes else 0
-    layout = StepLayout(unused, unused, tables, starts, context_lengths, unused, num_decodes)
+    max_queries = max(news) if step.verifies else 0
+    layout = StepLayout(unused, unused, tables, starts, context_lengths, unused, num_decodes, max_queries)
     layer_bytes = shape.num_bytes(sum(num_blocks) * shape.block_size)
     num_layers = max(2, min(_MAX_LAYERS, _CACHE_BYTES // layer_bytes + 1))
     size = (sum(num_blocks) + 1, num_layers, 2, shape.block_size, shape.keys, shape.dim)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError, shown
 
 _DECODE = re.compile(r"decode ([0-9]{1,9})x([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
+_VERIFY = re.compile(r"verify ([0-9]{1,9})x([0-9]{1,9})\+([2-8])")
 _CHUNKS = re.compile(r"chunks? (?:([0-9]{1,9})x)?([0-9]{1,9})(?:\+([0-9]{1,9}))?")
 _MAX_KEYS = 1 << 23  # of all sequences: 32 GiB a layer with 8 KV heads of dimension 128
 
@@ -26,10 +27,11 @@ class QuerySpan(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """One layer of one step: decodes alone, or chunks alone."""
+    """One layer of one step: decodes alone, rows that verify drafts alone, or chunks alone."""
 
     name: str
     spans: tuple[QuerySpan, ...]
+    verifies: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -61,6 +63,11 @@ def mixed_decode_step(rows: int, shortest: int, longest: int) -> AttentionStep:
     return AttentionStep(f"decode {rows}x{shortest}..{longest}", tuple(QuerySpan(length - 1, 1) for length in lengths))
 
 
+def verify_step(rows: int, length: int, queries: int) -> AttentionStep:
+    """Rows with some queries each, the last of which reads `length` keys."""
+    return AttentionStep(f"verify {rows}x{length}+{queries}", (QuerySpan(length - queries, queries),) * rows, True)
+
+
 def prefill_step(count: int, num_new: int, num_before: int = 0) -> AttentionStep:
     before = f"+{num_before}" if num_before else ""
     name = f"chunk {num_new}{before}" if count == 1 else f"chunks {count}x{num_new}{before}"
@@ -77,8 +84,12 @@ STANDARD_STEPS = (
 
 
 def find_step(name: str) -> AttentionStep:
-    """The step of a name such as decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40."""
-    decode, chunk = _DECODE.fullmatch(name), _CHUNKS.fullmatch(name)
+    """The step of a name such as decode 24x700, decode 9x10..2000, verify 16x900+4, chunk 300+5000, chunks 3x40."""
+    decode, chunk, verify = _DECODE.fullmatch(name), _CHUNKS.fullmatch(name), _VERIFY.fullmatch(name)
+    if verify is not None:
+        rows, length, queries = int(verify[1]), int(verify[2]), int(verify[3])
+        _check(name, rows * length, rows > 0 and length >= queries)
+        return verify_step(rows, length, queries)
     if decode is not None:
         rows, shortest, longest = int(decode[1]), int(decode[2]), int(decode[3] or decode[2])
         _check(name, rows * longest, rows > 0 and 0 < shortest <= longest and (rows > 1 or decode[3] is None))
@@ -89,7 +100,8 @@ def find_step(name: str) -> AttentionStep:
         return prefill_step(count, num_new, num_before)
     raise ConfigError(
         f"there is no step {shown(name)}; steps are written as in the table: decode 64x4096 (rows, and keys of each), "
-        "decode 64x100..1900, chunk 2048+6144 (tokens + earlier keys), chunks 16x128+896."
+        "decode 64x100..1900, verify 64x1024+4 (queries of each row), "
+        "chunk 2048+6144 (tokens + earlier keys), chunks 16x128+896."
     )
 
 

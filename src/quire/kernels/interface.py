@@ -37,6 +37,7 @@ class StepLayout:
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
     max_lengths: Tensor  # [tokens] int64: the most tokens that the token's sequence may hold
     num_decodes: int = 0  # leading sequences that are known to be decodes; others may be
+    max_queries: int = 0  # that any sequence has, where all are decoding rows with drafts; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""Decode attention: one query per row over paged keys, split-KV, online softmax. Bound by reading keys and values.
+"""Decode attention: one query per row, or a few, over paged keys, split-KV, online softmax. Bound by reading keys.
 
-One program: all query heads of one key head, so every key is read once, and one split of a row's keys, found in the
-list that was made at the start of the step. Does not depend on chunks or on how rows are split; does not write keys.
+One program: all queries of a row with all heads of one key head, so every key is read once, and one split of a row's
+keys, found in the list that was made at the start of the step. A row with drafts has several queries, the last of which
+sees all keys: with four heads per key head, four queries fill the tile that one query pads. Does not depend on chunks
+or on how rows are split; does not write keys.
 """
 
 from typing import NamedTuple
@@ -78,8 +80,8 @@ def _tile_keys(dim: int, element_bytes: int) -> int:
 
 
 def max_query_heads(dim: int, element_bytes: int) -> int:
-    """The most query heads per key head: one program has all of them, in decodes and prefills, in shared memory beside
-    tiles of keys."""
+    """The most query heads per key head, of all queries of a row: one program has all of them, in decodes and prefills,
+    in shared memory beside tiles of keys."""
     dim_padded = max(_SMALLEST_DOT, next_power_of_2(dim))
     keys, most = _tile_keys(dim, element_bytes), _QUERY_BYTES // (dim_padded * element_bytes)
     while most and attention_bytes(most, keys, dim_padded, element_bytes, MIN_STAGES) > shared_memory_budget():
@@ -97,10 +99,12 @@ def _fitting_stages(tiles: DecodeTiles, rows: int, dim: int, element_bytes: int,
 
 @triton.jit
 def _attend_split(
-    query, keys, table, blocks, start, begin, end, dims, rate, cap_rate, block_stride, side_stride, slot_stride,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
+    query, keys, table, blocks, start, begin, end, seen_from, seen_to, dims,
+    rate, cap_rate, block_stride, side_stride, slot_stride,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
-    """query: [group heads, dims] over the keys from begin to end, in tiles from start on; blocks: of the first tile.
+    """query: [queries * heads, dims] over the keys from begin to end, in tiles from start on; blocks: of the first
+    tile. Several queries see different keys: each those from seen_from to seen_to.
 
     Returns (acc, running maximum, running sum).
     """
@@ -114,25 +118,39 @@ def _attend_split(
         offsets = key_offsets(blocks, place, in_tile, block_stride, slot_stride, BLOCK_SIZE)
         blocks = block_ids(table, place + TILE, in_tile, end, BLOCK_SIZE)  # prefetched: keys wait for no table
         scores = qk_scores(query, load_rows(keys, offsets, inside, dims, DIM, True), cap_rate, CAPPED)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        visible = inside[None, :]
+        if SEVERAL:
+            visible = visible & (positions[None, :] >= seen_from[:, None]) & (positions[None, :] < seen_to[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
         values = load_rows(keys + side_stride, offsets, inside, dims, DIM, True).to(query.dtype)
         acc, running_max, running_sum = online_softmax_update(scores, values, rate, acc, running_max, running_sum)
     return acc, running_max, running_sum
 
 
+@triton.jit
+def _tile_places(kv_head, tile_rows, token_stride, head_stride, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Of each row of the tile, its place behind the first query of the row."""
+    if QUERIES > 1:
+        places = (tile_rows // GROUP) * token_stride + (kv_head * GROUP + tile_rows % GROUP) * head_stride
+    else:
+        places = (kv_head * GROUP + tile_rows) * head_stride
+    return places
+
+
 @triton.jit(
-    do_not_specialize=["table_stride"],  # one compilation serves every batch
-    do_not_specialize_on_alignment=["tables"],
+    do_not_specialize=["table_stride", "window"],  # one compilation serves every batch
+    do_not_specialize_on_alignment=["tables", "query_starts", "lengths"],
 )
 def _decode_kernel(
-    query, store, tables, splits, output, partials, maxima, sums, arrivals,
+    query, store, tables, splits, query_starts, lengths, output, partials, maxima, sums, arrivals,
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
-    table_stride, output_stride, rate, cap_rate,
+    table_stride, output_stride, window, rate, cap_rate,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_FIELDS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, ROWS_TIGHT: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a key head with its GROUP of query heads, and one split of a row.
+    """One program: a key head with its GROUP of query heads for up to QUERIES queries, and one split of a row.
 
     The list of splits was written at the start of the step and is read before `pdl_wait`: dependent loads.
     """
@@ -147,29 +165,47 @@ def _decode_kernel(
     blocks = block_ids(table, start, tl.arange(0, TILE), end, BLOCK_SIZE)
     pdl_wait(PDL)
 
-    group_heads = tl.arange(0, GROUP_PADDED)
+    ROWS: tl.constexpr = QUERIES * GROUP  # of the tile: the heads of the first query, then those of the second, …
+    tile_rows = tl.arange(0, ROWS_PADDED)
     dims = tl.arange(0, DIM_PADDED)
-    present = (group_heads < GROUP)[:, None] & (dims < DIM)[None, :]
-    places = (kv_head * GROUP + group_heads)[:, None] * query_head_stride + dims[None, :]
-    queries = tl.load(query + row.to(tl.int64) * query_row_stride + places, mask=present, other=0.0)
+    first_query, num_queries, seen_from, seen_to = row, 1, tile_rows, tile_rows
+    if QUERIES > 1:
+        first_query = tl.load(query_starts + row)
+        num_queries = tl.load(query_starts + row + 1) - first_query
+        seen_to = tl.load(lengths + row) - (num_queries - 1 - tile_rows // GROUP)
+        seen_from = tl.where(window > 0, seen_to - window, 0)
+    present = (tile_rows < num_queries * GROUP)[:, None] & (dims < DIM)[None, :]
+    places = _tile_places(kv_head, tile_rows, query_row_stride, query_head_stride, GROUP, QUERIES)
+    first_place = query + first_query.to(tl.int64) * query_row_stride
+    queries = tl.load(first_place + places[:, None] + dims[None, :], mask=present, other=0.0)
     acc, running_max, running_sum = _attend_split(
-        queries, store + kv_head * head_stride, table, blocks, start, begin, end, dims,
-        rate, cap_rate, block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, CAPPED,
+        queries, store + kv_head * head_stride, table, blocks, start, begin, end, seen_from, seen_to, dims,
+        rate, cap_rate, block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, CAPPED, QUERIES > 1,
     )  # fmt: skip
 
-    target = output + row.to(tl.int64) * output_stride + kv_head * GROUP * DIM
+    target = output + first_query.to(tl.int64) * output_stride
     if count == 1:
         answer = normalize(acc, running_sum).to(output.dtype.element_ty)
-        tl.store(target + group_heads[:, None] * DIM + dims[None, :], answer, mask=present)
+        output_places = _tile_places(kv_head, tile_rows, output_stride, DIM, GROUP, QUERIES)
+        tl.store(target + output_places[:, None] + dims[None, :], answer, mask=present)
     else:
-        first_partial = (kv_head * (tl.num_programs(0) // KV_HEADS) + first) * GROUP
-        own_partial = first_partial + (number - first) * GROUP
-        store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, group_heads, dims, GROUP, DIM)
+        first_partial = (kv_head * (tl.num_programs(0) // KV_HEADS) + first) * ROWS
+        own_partial = first_partial + (number - first) * ROWS
+        store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, tile_rows, dims, ROWS, DIM)
         if is_last(arrivals + row * KV_HEADS + kv_head, count):
-            heads = tl.arange(0, GROUP_TIGHT)
-            merged = merge_partials(partials, maxima, sums, first_partial, count, heads, dims, AT_ONCE, GROUP, DIM)
-            inside = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
-            tl.store(target + heads[:, None] * DIM + dims[None, :], merged.to(output.dtype.element_ty), mask=inside)
+            tight = tl.arange(0, ROWS_TIGHT)
+            merged = merge_partials(partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM)
+            merged_places = _tile_places(kv_head, tight, output_stride, DIM, GROUP, QUERIES)
+            inside = (tight < num_queries * GROUP)[:, None] & (dims < DIM)[None, :]
+            tl.store(target + merged_places[:, None] + dims[None, :], merged.to(output.dtype.element_ty), mask=inside)
+
+
+class RowQueries(NamedTuple):
+    """Rows with several queries: the last tokens of each row, of which the last sees all keys."""
+
+    starts: Tensor  # [rows + 1] int32: row r has queries starts[r] to starts[r + 1], or none
+    lengths: Tensor  # [rows] int32: keys that its last query sees
+    most: int  # queries of any row
 
 
 def decode_tiles(rows: int, kv_layer: Tensor) -> DecodeTiles:
@@ -181,47 +217,51 @@ def decode_tiles(rows: int, kv_layer: Tensor) -> DecodeTiles:
     return _tiles(rows * kv_heads, dim, kv_layer.element_size(), num_sms)
 
 
-def decode_scratch(query: Tensor, kv_heads: int, splits: Tensor) -> SplitScratch:
+def decode_scratch(query: Tensor, kv_heads: int, splits: Tensor, max_queries: int = 1) -> SplitScratch:
     _, heads, dim = query.shape
-    return SplitScratch.allocate(len(splits) * heads, len(splits) * kv_heads, dim, query.device)
+    num_partials = len(splits) * heads * max_queries
+    return SplitScratch.allocate(num_partials, len(splits) * kv_heads, dim, query.device)
 
 
 def decode_attention(
-    query: Tensor,  # [rows, heads, dim], strided
+    query: Tensor,  # [rows, heads, dim], strided; [tokens, heads, dim] if rows have several queries
     kv_layer: Tensor,  # [blocks, 2, block_size, kv_heads, dim], strided
     tables: Tensor,  # [rows, width] int32
     splits: Tensor,  # [splits, fields] int32, of `list_splits`: all visible keys of all rows
     tiles: DecodeTiles,  # those that the splits were made for
     rule: AttentionRule,
-    output: Tensor,  # [rows, heads * dim]; a row without keys becomes zeros
+    output: Tensor,  # as query, [..., heads * dim]; a row without keys becomes zeros
     scratch: SplitScratch | None = None,
     *,
+    queries: RowQueries | None = None,  # None: one of each row
     pdl: bool = False,  # tables and splits are older than the previous launch: it may be overlapped
 ) -> None:
-    """Each row's query over the keys of its row, into output."""
+    """Each row's queries over the keys of its row, into output."""
     _, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
-    scratch = scratch or decode_scratch(query, kv_heads, splits)
+    most = 1 if queries is None else queries.most
+    scratch = scratch or decode_scratch(query, kv_heads, splits, most)
     num_splits = splits.shape[0]
-    assert scratch.holds(num_splits * heads, num_splits * kv_heads, dim), splits.shape
+    assert scratch.holds(num_splits * heads * most, num_splits * kv_heads, dim), splits.shape
     group = heads // kv_heads
-    group_tight, dim_padded = next_power_of_2(group), max(_SMALLEST_DOT, next_power_of_2(dim))
-    group_padded = max(_SMALLEST_DOT, group_tight)
-    warps = max(tiles.warps, min(_MAX_WARPS, group_padded * dim_padded // _WARP_VALUES))
-    stages = _fitting_stages(tiles, group_padded, dim_padded, kv_layer.element_size(), shared_memory_budget())
+    rows_tight, dim_padded = next_power_of_2(group * most), max(_SMALLEST_DOT, next_power_of_2(dim))
+    rows_padded = max(_SMALLEST_DOT, rows_tight)
+    warps = max(tiles.warps, min(_MAX_WARPS, rows_padded * dim_padded // _WARP_VALUES))
+    stages = _fitting_stages(tiles, rows_padded, dim_padded, kv_layer.element_size(), shared_memory_budget())
     rates = SoftmaxScale.of(rule)
     begin, constants = (launch_with_pdl, {}) if pdl else (launch, {"PDL": False})
     begin(
         _decode_kernel, (num_splits * kv_heads,),
-        query, kv_layer, tables, splits, output,
+        query, kv_layer, tables, splits,
+        None if queries is None else queries.starts, None if queries is None else queries.lengths, output,
         scratch.partials, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
-        rates.rate, rates.cap_rate,
+        rule.window, rates.rate, rates.cap_rate,
         TILE=tiles.keys,
-        AT_ONCE=max(1, _MERGED_AT_ONCE // (group_tight * dim_padded)),
+        AT_ONCE=max(1, _MERGED_AT_ONCE // (rows_tight * dim_padded)),
         BLOCK_SIZE=block_size, NUM_FIELDS=NUM_FIELDS.value,
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=group_padded, GROUP_TIGHT=group_tight,
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=most, ROWS_PADDED=rows_padded, ROWS_TIGHT=rows_tight,
         DIM=dim, DIM_PADDED=dim_padded, CAPPED=rule.softcap > 0,
         num_warps=warps, num_stages=stages, **constants,
     )  # fmt: skip

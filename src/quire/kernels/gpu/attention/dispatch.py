@@ -1,4 +1,5 @@
-"""Attention of one step on the GPU: decodes (one query) to the decode kernel, chunks to a prefill kernel.
+"""Attention of one step on the GPU: decodes (one query, or a few with drafts) to the decode kernel, chunks to a
+prefill kernel.
 
 Prepared once per step and used by every layer. Which rows decode is known on the host; nothing is read back. A part of
 the step may be computed by another library (`AttentionBackends`).
@@ -9,7 +10,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quire.kernels.gpu.attention.decode import decode_attention, decode_scratch, decode_tiles
+from quire.kernels.gpu.attention.decode import (
+    RowQueries,
+    decode_attention,
+    decode_scratch,
+    decode_tiles,
+    max_query_heads,
+)
 from quire.kernels.gpu.attention.decode_schedule import list_splits, longest_first
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.attention.prefill import prefill_attention, prefill_scratch, prefill_tiles
@@ -23,7 +30,8 @@ _MIN_ORDERED = 33  # decodes sorted by length: with fewer, all programs start at
 
 
 class GpuAttention:
-    """The first `num_decodes` sequences have one query each: the first tokens of the step."""
+    """The first `num_decodes` sequences have one query each: the first tokens of the step. Or all sequences are rows
+    with drafts, which have up to `layout.max_queries`."""
 
     __slots__ = (
         "_backend_chunks",
@@ -35,6 +43,7 @@ class GpuAttention:
         "_layout",
         "_num_decodes",
         "_order",
+        "_queries",
         "_scratch",
         "_settled",
         "_splits",
@@ -60,8 +69,13 @@ class GpuAttention:
         self._backend_decodes = _prepare_decodes(layout, num_decodes, backends)
         self._backend_chunks = _prepare_chunks(layout, num_decodes, backends)
         self._order: Tensor | None = None
-        if num_decodes >= _MIN_ORDERED and self._backend_decodes is None:
-            self._order = longest_first(layout.context_lengths[:num_decodes])
+        self._queries: RowQueries | None = None
+        if layout.max_queries:
+            assert not num_decodes, "rows have one query, or all may have several"
+            self._queries = RowQueries(layout.query_starts, layout.context_lengths, layout.max_queries)
+        num_rows = len(layout.context_lengths) if layout.max_queries else num_decodes
+        if num_rows >= _MIN_ORDERED and self._backend_decodes is None:
+            self._order = longest_first(layout.context_lengths[:num_rows])
 
     @property
     def uses_backend(self) -> bool:
@@ -71,7 +85,7 @@ class GpuAttention:
     def split_decodes(self, kv_layer: Tensor, windows: Iterable[int]) -> None:
         """List the splits of the decodes (split-KV) for layers with these windows, once per step. Another window gets
         its list at its first layer, which waits for that launch."""
-        if self._num_decodes and self._backend_decodes is None:
+        if (self._num_decodes and self._backend_decodes is None) or self._queries is not None:
             for window in windows:
                 self._split_for(window, kv_layer)
 
@@ -83,10 +97,13 @@ class GpuAttention:
         if window in self._splits:
             return
         _, _, block_size, kv_heads, _ = kv_layer.shape
-        tiles = decode_tiles(self._num_decodes, kv_layer)
-        lengths = self._layout.context_lengths[: self._num_decodes]
+        lengths, widest = self._layout.context_lengths[: self._num_decodes], window
+        if self._queries is not None:
+            lengths = self._queries.lengths
+            widest = window + self._queries.most - 1 if window else 0  # what the first query sees, too
+        tiles = decode_tiles(len(lengths), kv_layer)
         self._splits[window] = list_splits(
-            lengths, self._order, window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
+            lengths, self._order, widest, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
             slots=tiles.slots, overhead=tiles.overhead,
         )  # fmt: skip
 
@@ -97,6 +114,9 @@ class GpuAttention:
         """
         num_tokens, heads, dim = query.shape
         output = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
+        if self._queries is not None and self._fits_tile(query, kv_layer):
+            self._decode(query, kv_layer, rule, output)
+            return output
         first, backend = self._num_decodes, self._backend_decodes
         if backend is not None and backend.takes(kv_layer):
             backend.attend(query[:first], kv_layer, rule, output[:first])
@@ -108,6 +128,13 @@ class GpuAttention:
         elif first < min(num_tokens, self._layout.context_lengths.shape[0]):
             self._attend_chunks(query, kv_layer, rule, output)
         return output
+
+    def _fits_tile(self, query: Tensor, kv_layer: Tensor) -> bool:
+        """Whether all queries of a row fit one program; else they are chunks."""
+        assert self._queries is not None
+        _, heads, dim = query.shape
+        group = heads // kv_layer.shape[3]
+        return self._queries.most * group <= max_query_heads(dim, kv_layer.element_size())
 
     def _attend_chunks(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         chunks = slice(self._num_decodes, None)
@@ -167,15 +194,16 @@ class GpuAttention:
         return regular and rule.window == 0 and ContextCopy.fits(kv_layer, tables[0])
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
-        rows, heads, dim = query.shape
+        num_tokens, heads, dim = query.shape
         self._split_for(rule.window, kv_layer)
         splits, kv_heads = self._splits[rule.window], kv_layer.shape[3]
-        num_splits = splits.shape[0]
-        if self._scratch is None or not self._scratch.holds(num_splits * heads, num_splits * kv_heads, dim):
-            self._scratch = decode_scratch(query, kv_heads, splits)
+        queries, num_splits = self._queries, splits.shape[0]
+        rows, most = (num_tokens, 1) if queries is None else (len(queries.lengths), queries.most)
+        if self._scratch is None or not self._scratch.holds(num_splits * heads * most, num_splits * kv_heads, dim):
+            self._scratch = decode_scratch(query, kv_heads, splits, most)
         tables, tiles = self._layout.tables[:rows], decode_tiles(rows, kv_layer)
         pdl = self._settled == len(self._splits)
-        decode_attention(query, kv_layer, tables, splits, tiles, rule, output, self._scratch, pdl=pdl)
+        decode_attention(query, kv_layer, tables, splits, tiles, rule, output, self._scratch, queries=queries, pdl=pdl)
         self.has_launched()
 
 
@@ -192,6 +220,8 @@ def _prepare_decodes(layout: StepLayout, num_decodes: int, backends: AttentionBa
 
 def _prepare_chunks(layout: StepLayout, num_decodes: int, backends: AttentionBackends) -> BackendAttention | None:
     """The chunks, if another library computes them."""
+    if layout.max_queries:
+        return None
     num_chunks = len(layout.context_lengths) - num_decodes
     num_tokens = len(layout.positions) - num_decodes
     is_long = num_chunks == 1 and num_tokens >= _MIN_GATHERED
