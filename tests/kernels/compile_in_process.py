@@ -26,7 +26,7 @@ from quire.core.ids import Row, SequenceId
 from quire.core.model import ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
-from quire.kernels.gpu import compile_workers
+from quire.kernels.gpu import compile_workers, drafts
 from quire.kernels.gpu.activation import act_and_mul
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
@@ -35,7 +35,9 @@ from quire.kernels.gpu.copy_blocks import copy_blocks
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
 from quire.kernels.gpu.launch import dry_run_launches, launch, supports_pdl
 from quire.kernels.gpu.precompile import compile_launched, compiling_launched
+from quire.kernels.gpu.sampling.finish import finish_rows
 from quire.kernels.interface import AttentionRule, StepLayout
+from quire.kernels.row_interface import EndColumns, RowColumns, RowState, Sampled
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.graph_shapes import shapes_to_capture
@@ -245,6 +247,34 @@ def compiled_for_small_gpus() -> dict[str, object]:
     return {"num_for_small_gpus": done.num_kernels, "errors_for_small_gpus": done.errors}
 
 
+def compiled_with_drafts() -> dict[str, object]:
+    """Decodes with one query and with several, and the kernels that draft and verify: the interpreter minds less."""
+    numbers, tables, starts = (
+        torch.zeros(size, dtype=dtype, device=META)
+        for size, dtype in ((24, torch.int64), ((6, 8), torch.int32), (7, torch.int32))
+    )
+    states = RowState(numbers, numbers, numbers.bool(), torch.zeros(24, 99, dtype=torch.int32, device=META))
+    columns = RowColumns(tables.new_zeros(24, 8), numbers, numbers, numbers, numbers.bool())
+    ends = EndColumns(numbers, numbers[:, None])
+
+    def play() -> None:
+        for num_decodes, max_queries, group in ((6, 0, 3), (0, 4, 3), (0, 4, 4)):
+            layout = StepLayout(numbers, numbers, tables, starts, starts[:6], numbers, num_decodes, max_queries)
+            query = torch.empty(num_decodes or 24, 2 * group, 64, dtype=torch.bfloat16, device=META)
+            kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
+            GpuAttention(layout, num_decodes).attend(query, kv_layer, AttentionRule(0.1, window=40))
+        tails = torch.zeros(6, 12, dtype=torch.int32, device=META)
+        drafts.match_suffix(tables, numbers[:6], numbers[:6], numbers[:6], tails)
+        drafts.verify_inputs(numbers[:6], numbers[:7], numbers[:18].view(6, 3), columns, 16, 24)
+        sampled = Sampled(numbers, numbers.bool())
+        for planted in (None, numbers[0]):
+            drafts.verify_rows(sampled, numbers, numbers[:6], numbers[:7], numbers, ends, states, 4, planted)
+        finish_rows(sampled, numbers, numbers, ends, states)
+
+    done = compile_launched(play, 2)
+    return {"num_with_drafts": done.num_kernels, "errors_with_drafts": done.errors}
+
+
 class Listing(Executor):
     """Compiles nothing, and has a list of what it should have compiled."""
 
@@ -318,7 +348,7 @@ if __name__ == "__main__":
             | compiled_again()
             | interrupted()
             | left_early()
-            | (compiled_for_hopper() | compiled_for_small_gpus() if is_long(gpu=True) else {})
+            | (compiled_for_hopper() | compiled_for_small_gpus() | compiled_with_drafts() if is_long(gpu=True) else {})
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

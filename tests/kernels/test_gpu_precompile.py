@@ -112,6 +112,12 @@ def test_attention_fits_gpus_with_less_shared_memory_than_hopper(apart: dict[str
     assert apart["num_for_small_gpus"] == 4, "two lists, for decodes; decodes, and a chunk"
 
 
+@pytest.mark.long(gpu=True)
+def test_rows_with_one_query_and_with_several_are_compiled(apart: dict[str, Any]) -> None:
+    assert apart["errors_with_drafts"] == []
+    assert apart["num_with_drafts"] == 9, "a list; decodes in three ways; drafts in three, one of them in two; ends"
+
+
 @pytest.mark.parametrize(
     "its_kernels", [{"_prefill_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )

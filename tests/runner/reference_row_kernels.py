@@ -35,6 +35,8 @@ def finish_plainly(chosen: Sampled, rows: Tensor, positions: Tensor, ends: EndCo
     speaking = at[emitted]
     state.last_tokens[speaking] = chosen.tokens[emitted]
     state.lengths[speaking] += 1
+    if state.history is not None:
+        state.history[speaking, positions[emitted] % state.history.shape[1]] = chosen.tokens[emitted].int()
     state.alive[at[real & (stop | length | ~chosen.finite)]] = False
     return torch.stack([each.long() for each in (chosen.tokens, alive, chosen.finite & real, stop, length)])
 

@@ -139,6 +139,7 @@ class RowState(NamedTuple):
     last_tokens: Tensor  # [max_rows] int64
     lengths: Tensor  # [max_rows] int64
     alive: Tensor  # [max_rows] bool
+    history: Tensor | None = None  # [max_rows, width] int32: a row's latest tokens, that of position p at p % width
 
 
 class FinishRows(Protocol):

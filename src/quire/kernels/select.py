@@ -20,6 +20,7 @@ from quire.kernels.cpu.native_kernels import MAX_HEAD_DIM, NativeKernels
 from quire.kernels.cpu.native_library import STORED_ENCODINGS, load_native, why_not_native
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.cpu.usable_cores import UsableCores, usable_cores
+from quire.kernels.draft_interface import DraftKernels
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
 from quire.kernels.interface import Kernels, Precompiling
 from quire.kernels.reference import ReferenceKernels
@@ -32,6 +33,7 @@ class KernelChoice(NamedTuple):
     kernels: Kernels
     reason: str
     row_kernels: RowKernels | None = None  # None: sampling by tensor operations
+    draft_kernels: DraftKernels | None = None  # None: drafts are not verified on the device
     draw_tokens: DrawTokens | None = None  # for sampling by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for the attention backends, on a GPU
@@ -115,6 +117,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
     from quire.kernels.gpu.attention.decode import max_query_heads
     from quire.kernels.gpu.copy_blocks import copy_blocks  # imported here: a CPU process does not load Triton
     from quire.kernels.gpu.decode_inputs import decode_inputs
+    from quire.kernels.gpu.drafts import GPU_DRAFT_KERNELS
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sampling.finish import finish_rows
     from quire.kernels.gpu.sampling.logit_processors import count_tokens, mask_logits, process_logits
@@ -141,6 +144,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
         GpuKernels(backends, windows),
         reason,
         row_kernels,
+        GPU_DRAFT_KERNELS,
         copy_blocks=copy_blocks,
         attention=reasons,
         capturable=backends.capturable,

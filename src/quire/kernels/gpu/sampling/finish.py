@@ -26,7 +26,8 @@ def finish_rows(
             _finish, (cdiv(num_rows, _BLOCK),),
             *sampled, rows, positions, num_rows,
             ends.max_length, ends.max_length.stride(0), ends.end_ids, ends.end_ids.shape[1],
-            *state, outcome, BLOCK=_BLOCK,
+            *state, 0 if state.history is None else state.history.shape[1], outcome,
+            BLOCK=_BLOCK, KEPT=state.history is not None,
         )  # fmt: skip
     return outcome
 
@@ -35,7 +36,7 @@ def finish_rows(
 def _finish(
     tokens, finite, rows, positions, num_rows,
     max_length, max_length_stride, end_ids, num_end_ids,
-    last_tokens, lengths, alive, outcome, BLOCK: tl.constexpr,
+    last_tokens, lengths, alive, history, history_width, outcome, BLOCK: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_rows
@@ -56,6 +57,9 @@ def _finish(
     tl.store(last_tokens + row, token, mask=real & emitted)
     known = tl.load(lengths + row, mask=real, other=0)
     tl.store(lengths + row, known + 1, mask=real & emitted)
+    if KEPT:
+        place = tl.load(positions + at, mask=real, other=0) % history_width
+        tl.store(history + row * history_width + place, token.to(tl.int32), mask=real & emitted)
     tl.store(alive + row, was_alive & (ended == 0), mask=real)
     tl.store(outcome + at, token, mask=inside)
     tl.store(outcome + num_rows + at, was_alive.to(tl.int64), mask=inside)
