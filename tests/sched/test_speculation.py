@@ -8,6 +8,7 @@ import pytest
 
 from quire.core.ids import Row
 from quire.core.oracle import continuation
+from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.speculation import DraftGovernor, SpeculationPolicy
@@ -102,10 +103,29 @@ def test_positions_of_drafting_rows_are_their_lowest_and_are_corrected() -> None
     bench.run()
 
 
+def test_where_graphs_verify_drafts_prompts_and_masks_are_without_and_so_are_shaped_rows() -> None:
+    captured = SpeculationPolicy(max_drafts=3, governed=False, max_verified=9)
+    bench = Bench(oracle=True, rows=4, budget=16, policy=replace(OPTIMISTIC, speculation=captured), propose=right)
+    first = bench.add([5, 6, 7], 12)
+    bench.add_request([1, 2], 12, RowSampling(presence_penalty=1.0))
+    bench.turns(2)
+    assert bench.plan.drafts.rows.tolist() == [first.row] and bench.plan.drafts.counts.tolist() == [3]
+    others = [bench.add([place, 4], 12) for place in range(2)]
+    bench.turns(1)
+    assert bench.plan.chunks and not len(bench.plan.drafts)
+    bench.turns(1)
+    assert bench.plan.drafts.counts.tolist() == [3, 2] and bench.plan.num_tokens == 9, "with 4 rows"
+    bench.run()
+    assert all(bench.emitted[each.id] == oracle_output(list(each.request.prompt), 12) for each in (first, *others))
+
+
 # The governor.
 
 CHEAP = Constants(1e-3, 1e-2, 1e-3, 0.0, 0.0)  # reading the weights takes as long as computing 10 tokens
 DEAR = Constants(0.0, 1e-6, 1e-3, 0.0, 0.0)  # two tokens take twice as long as one
+
+
+GPU = Constants(0.0, 4e-3, 2e-5, 1e-7, 0.0, context_per_draft=0.0)  # as an H200 with 8 billion weights
 
 
 def governor(constants: Constants, num_rows: int = 4) -> tuple[DraftGovernor, np.ndarray]:
@@ -165,6 +185,37 @@ def test_a_row_without_drafts_tries_one_ever_more_rarely() -> None:
             break
     settle(made, rows, [4])
     assert counts(made, rows, step + 1) == [4], "it comes back"
+
+
+def test_tries_take_a_small_share_of_the_time_with_many_rows() -> None:
+    """256 rows whose drafts are never right: no more than a step in five has drafts, and every row has its turn."""
+    made, rows = governor(GPU, 256)
+    settle(made, rows, [0] * 256)
+    tried = np.zeros(256, dtype=np.int64)
+    num_steps_with = 0
+    for step in range(1, 2000):
+        planned = np.array(counts(made, rows, step))
+        if planned.any():
+            num_steps_with += 1
+            tried[rows[planned > 0]] += 1
+            made.note(rows[planned > 0].astype(np.int32), planned[planned > 0].astype(np.int32),
+                      np.zeros(np.count_nonzero(planned), np.int32))  # fmt: skip
+    assert num_steps_with <= 2000 // 5 + 2 and tried.min() >= 1
+    assert planned.sum() <= 8
+
+
+def test_rows_try_again_where_only_the_first_draft_of_a_step_is_dear() -> None:
+    """On a GPU a step with drafts has other graphs: one draft takes a quarter more, as do three of each row."""
+    costs, shape = CostTable(GPU), StepShape(16, 1600)
+    plain_s = costs.predict_s(shape)
+    for number in (0, 1, 1, 1, 0, 0):
+        costs.observe(shape.with_drafts(number), plain_s * (1.25 if number else 1.0))
+    made = DraftGovernor(SpeculationPolicy(max_drafts=4), costs, 16)
+    for row in range(16):
+        made.start(Row(row), 0)
+    rows = made.candidates(0)
+    settle(made, rows, [0] * 16)
+    assert sum(sum(counts(made, rows, step)) for step in range(16, 40)) > 0
 
 
 def test_the_budget_limits_all_rows_together() -> None:

@@ -219,7 +219,7 @@ class StepBatcher:
                 capacity = num_blocks * state.kv.block_size
                 state.calendar.start(row, builder.step + 1, num_tokens, sequence.last_position, capacity)
                 state.billing.start(row, tenant, num_tokens)
-                if state.governor.active and not pooled and not request.sampling.masked:
+                if state.governor.active and state.policy.speculation.allows(request.sampling):
                     state.governor.start(row, builder.step + 1)
 
     # Drafts.
@@ -228,6 +228,11 @@ class StepBatcher:
         """Drafts come last, with the budget and the blocks that are left. They never pause or preempt a row."""
         state, governor, calendar = self._state, self._state.governor, self._state.calendar
         budget = builder.max_tokens - builder.num_tokens
+        max_verified = state.policy.speculation.max_verified
+        if max_verified:
+            if builder.chunks or state.masked_rows:
+                return
+            budget = min(budget, max_verified - builder.num_tokens)
         if not governor.active or builder.pressure or budget <= 0 or state.policy.regime.padded:
             return
         rows = governor.candidates(builder.step)

@@ -56,6 +56,7 @@ class Constants:
     seconds_per_token: float  # multiplying by them: one with many for arithmetic
     seconds_per_context_token: float  # one KV token read by a decoding row
     seconds_per_attention_pair: float  # one KV token read by one token of a chunk
+    context_per_draft: float = 1.0  # of a row's KV tokens, the share that each of its drafts reads again
 
 
 # A small model on a small machine, until steps are measured: only the proportions matter.
@@ -70,6 +71,7 @@ def roofline(
     flops_per_s: float,
     bytes_per_s: float,
     overhead_s: float,
+    context_per_draft: float = 1.0,
 ) -> Constants:
     """Constants from the data sheet of model and device. `num_parameters`: those that one token uses."""
     return Constants(
@@ -79,6 +81,7 @@ def roofline(
         seconds_per_context_token=kv_bytes_per_token / bytes_per_s,
         # 2 operations for each number of K and V and each query head that shares it: 16-bit numbers, 4 such heads.
         seconds_per_attention_pair=4 * kv_bytes_per_token / flops_per_s,
+        context_per_draft=context_per_draft,
     )
 
 
@@ -154,9 +157,9 @@ class CostTable:
     def _roofline_s(self, shape: StepShape) -> float:
         constants = self._constants
         num_tokens = shape.num_rows + shape.num_chunk_tokens + shape.num_drafts
-        num_context = shape.num_context
-        if shape.num_drafts:  # each reads as much as its row
-            num_context += shape.num_drafts * shape.num_context // max(1, shape.num_rows)
+        num_context: float = shape.num_context
+        if shape.num_drafts:
+            num_context += constants.context_per_draft * (shape.num_drafts * num_context // max(1, shape.num_rows))
         return (
             constants.seconds_per_step
             + hypot(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)

@@ -40,6 +40,7 @@ from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
 from quire.sched.preemption import Preemption
 from quire.sched.reservation import most_blocks
+from quire.sched.speculation import SpeculationPolicy
 from quire.sched.state import Counters, SchedulerState
 
 _UNBOUNDED = 1 << 40  # token budget of a step without chunked prefill
@@ -367,6 +368,10 @@ class Scheduler:
             self.cost.observe(flight.shape, now_s - started_s)
 
     # Absorbing.
+
+    def replace_speculation(self, policy: SpeculationPolicy, *, forget: bool) -> None:
+        """For measurements: plan drafts by another policy from now on; forget what was accepted before."""
+        self._state.governor.replace_policy(policy, forget=forget)
 
     def _absorb_drafts(self, drafts: Drafts, verified: Verified) -> dict[int, DraftCounts]:
         """Correct the positions of rows by what they gained; the drafts of each sequence."""

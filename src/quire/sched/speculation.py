@@ -12,18 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, IntArray, Row
+from quire.core.sampling import RowSampling
 from quire.sched.cost_model import CostTable, StepShape
 
 MAX_DRAFTS = 8  # of one row in one step; arbitrary: beyond it even a row whose drafts are good gains little
 # None of these numbers was tuned.
 _DECAY = 0.9  # of what is remembered of a row, per step with drafts
 _SHARED_DECAY = 0.995  # of all rows together
+_UNKNOWN_ACCEPTED, _UNKNOWN_TRIED = 1.0, 2.0  # of all rows, before the first draft
 _PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that of one row
 _MIN_GAIN = 1.03  # in tokens per second: less is within the error of the cost table
 _FIRST_PROBE = 16  # steps without drafts before a row tries one
 _LAST_PROBE = 1024
 _LIKELY = 0.5
-_ROWS_PER_PROBE = 64  # this many rows have one probe in a step: it costs a small share of the step
+_ROWS_PER_PROBE = 32  # this many rows have one probe in a step
+_PROBE_SHARE = 0.01  # of the time that probes may take
+_PROBE_COST = 0.05  # of a step, at least, that its first drafts take
+_MAX_PROBE_CREDIT = 0.1  # of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,13 @@ class SpeculationPolicy:
     max_drafts: int = 0  # of one row in one step; 0: no speculation
     governed: bool = True  # False: always as many as possible, for measurements and checks
     tree: bool = False  # rows start with what the prefix tree has after their tokens
+    # On a GPU, where captured graphs verify drafts: only in steps without prompts and grammar masks, only of rows
+    # without logit processors and logprobs, and only up to this many tokens in a step. 0: anywhere.
+    max_verified: int = 0
+
+    def allows(self, sampling: RowSampling) -> bool:
+        """Whether a row with these parameters may ever have drafts."""
+        return not sampling.pooled and not sampling.masked and not (self.max_verified and sampling.shaped)
 
 
 class DraftGovernor:
@@ -44,6 +56,7 @@ class DraftGovernor:
         "_first_step",
         "_policy",
         "_probe_at",
+        "_probe_credit",
         "_probe_interval",
         "_shared_accepted",
         "_shared_tried",
@@ -58,8 +71,14 @@ class DraftGovernor:
         self._tried: NDArray[np.float64] = np.zeros(max_rows)  # of those, and the first of each step that was not
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        self._shared_accepted = 1.0
-        self._shared_tried = 2.0
+        self._probe_credit = _MAX_PROBE_CREDIT  # of a step, that probes may take now
+        self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
+
+    def replace_policy(self, policy: SpeculationPolicy, *, forget: bool) -> None:
+        """For measurements: another policy from the next step on; forget what was accepted of rows that are gone."""
+        self._policy = policy
+        if forget:
+            self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
 
     @property
     def active(self) -> bool:
@@ -89,22 +108,39 @@ class DraftGovernor:
             return _within(limits, budget)
         nothing = np.zeros(len(rows), dtype=np.int64)
         num_most = min(int(limits.sum()), budget)
-        if num_most <= 0 or not self._may_gain(shape):
+        if num_most <= 0 or not self._may_gain(shape, num_most):
             return nothing
         gains = self._gains(rows, limits)
         counts = self._best_counts(gains, shape, num_most)
-        waiting = (counts == 0) & (limits > 0) & (self._probe_at[rows] <= step)
-        spare = min(budget - int(counts.sum()), 1 + len(rows) // _ROWS_PER_PROBE)
-        probing = np.flatnonzero(waiting)[: max(spare, 0)]
+        waiting = np.flatnonzero((counts == 0) & (limits > 0) & (self._probe_at[rows] <= step))
+        probing = waiting[: self._num_probes(len(waiting), int(counts.sum()), shape, budget)]
         counts[probing] = np.maximum(np.count_nonzero(gains[probing] > _LIKELY, axis=1), 1)  # measures their cost, too
         counts = _within(counts, budget)
         self._probe_at[rows[counts > 0]] = step + self._probe_interval[rows[counts > 0]]
         return counts
 
-    def _may_gain(self, shape: StepShape) -> bool:
-        """Whether a draft that is always accepted would pay."""
-        alone_s, one_s = self._cost.predict_s(shape), self._cost.predict_s(shape.with_drafts(1))
-        return _MIN_GAIN * shape.num_rows * (one_s - alone_s) < alone_s
+    def _num_probes(self, num_waiting: int, num_drafts: int, shape: StepShape, budget: int) -> int:
+        """How many of the waiting rows try a draft, in a step with this many drafts. All tries together take a small
+        share of the time: a step has drafts for them once enough steps have had none."""
+        self._probe_credit = min(self._probe_credit + _PROBE_SHARE, _MAX_PROBE_CREDIT)
+        number = min(num_waiting, budget - num_drafts, max(shape.num_rows // _ROWS_PER_PROBE, 1))
+        if number <= 0:
+            return 0
+        without_s = self._cost.predict_s(shape.with_drafts(num_drafts))
+        cost = self._cost.predict_s(shape.with_drafts(num_drafts + number)) / without_s - 1
+        if not num_drafts:
+            cost = min(max(cost, _PROBE_COST), _MAX_PROBE_CREDIT)
+        if cost > self._probe_credit:
+            return 0
+        self._probe_credit -= max(cost, 0.0)
+        return number
+
+    def _may_gain(self, shape: StepShape, num_most: int) -> bool:
+        """Whether drafts that are always accepted would pay: one, one of each row, or as many as allowed. The first of
+        a step may cost more than all others."""
+        least_rate = _MIN_GAIN * shape.num_rows / self._cost.predict_s(shape)
+        numbers = (1, min(shape.num_rows, num_most), num_most)
+        return any((shape.num_rows + n) > least_rate * self._cost.predict_s(shape.with_drafts(n)) for n in numbers)
 
     def _gains(self, rows: IndexArray, limits: NDArray[np.int64]) -> NDArray[np.float64]:
         """[rows, drafts]: the probability that a row's j-th draft is accepted, with all before it; 0: not allowed."""
