@@ -30,6 +30,7 @@ OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_RESIDENT_SHARE = 8  # part of the KV cache of a CPU that unheld prefixes fill before one that was evicted is missed
 _CPU_LEAST_RESIDENT = 64 << 20  # bytes, for the same
+_MAX_VERIFIED, _DRAFT_ROW_BYTES = 512, 80 * 1024  # lines of a step with drafts; tokens to draft from, of each row
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 8192  # default max_num_batched_tokens
 _DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
@@ -426,7 +427,8 @@ def resolve(
             f"needs a token in each step. Use --max-num-batched-tokens {rows} or more.",
             param="max_num_batched_tokens",
         )
-    workspace = _workspace_bytes(spec, rows, budget) if on_gpu else 0
+    drafters = _resolve_drafters(config, reasons)
+    workspace = _workspace_bytes(spec, rows, budget, drafts=bool(drafters)) if on_gpu else 0
     if on_gpu:
         share = _gpu_share(config, machine, workspace)
     else:
@@ -453,7 +455,7 @@ def resolve(
         num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
         workspace_bytes=workspace,
         reasons=reasons,
-        drafters=_resolve_drafters(config, machine, reasons),
+        drafters=drafters,
         resident_limit=None if on_gpu or config.host_kv_memory else _resident_limit(kv_bytes, num_blocks),
     )
 
@@ -464,7 +466,7 @@ def _resident_limit(kv_bytes: int, num_blocks: int) -> int:
     return min(num_blocks * most // kv_bytes, num_blocks) if kv_bytes else 0
 
 
-def _resolve_drafters(config: EngineConfig, machine: MachineInfo, reasons: dict[str, str]) -> tuple[str, ...]:
+def _resolve_drafters(config: EngineConfig, reasons: dict[str, str]) -> tuple[str, ...]:
     """The drafters of speculative decoding, by name; none: it is off."""
     caches = _resolve_regime(config, {}) == "prefix"
     derived = config.speculative == "auto"
@@ -472,15 +474,6 @@ def _resolve_drafters(config: EngineConfig, machine: MachineInfo, reasons: dict[
     if config.speculative == "off":
         return ()
     reasons["speculative"] = "you"
-    if derived and machine.device != "cpu":
-        reasons["speculative"] = "CPUs only"
-        return ()
-    if machine.device != "cpu":
-        raise ConfigError(
-            f"speculative is {config.speculative}, and the model runs on {machine.device}: drafts are verified on CPUs "
-            f"only so far. Omit --speculative, or use --device cpu.",
-            param="speculative",
-        )
     if "tree" in names and not caches and not derived:
         raise ConfigError(
             f"speculative is {config.speculative}, which drafts from the prefix cache, and prefix caching is off. Use "
@@ -490,13 +483,14 @@ def _resolve_drafters(config: EngineConfig, machine: MachineInfo, reasons: dict[
     return tuple(name for name in names if name != "tree" or caches)
 
 
-def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:
+def _workspace_bytes(spec: ModelSpec, rows: int, budget: int, *, drafts: bool) -> int:
     """Upper bound of the memory of the largest step: activations of every token, logits of every row, and 1 GiB for
-    libraries and CUDA graphs."""
+    libraries and CUDA graphs. With drafts, their logits, and the tokens of each row."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     activations = budget * (4 * spec.hidden_size + 3 * spec.ffn_size + 2 * heads) * 4
     logits = 3 * rows * spec.vocab_size * 4
-    return GIB + activations + logits
+    drafted = _MAX_VERIFIED * spec.vocab_size * 4 + rows * _DRAFT_ROW_BYTES if drafts else 0
+    return GIB + activations + logits + drafted
 
 
 def _gpu_share(config: EngineConfig, machine: MachineInfo, workspace: int) -> int:

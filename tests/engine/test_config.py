@@ -279,10 +279,8 @@ def test_a_single_row_gets_the_whole_context_whatever_the_block_size(positions: 
     assert numbers.reasons["max_model_len"] == "the model"
 
 
-def test_drafters_are_those_asked_for_and_on_a_gpu_none_yet() -> None:
+def test_drafters_are_those_asked_for() -> None:
     assert resolved().drafters == resolved(speculative="off").drafters == ()
     assert resolved(speculative="ngram").drafters == ("ngram",)
     assert resolved(speculative="auto").drafters == resolved(speculative="ngram+tree").drafters == ("ngram", "tree")
-    assert resolved(GPU, speculative="auto").drafters == ()
-    with pytest.raises(ConfigError, match="the model runs on cuda: drafts are verified on CPUs only so far"):
-        resolved(GPU, speculative="ngram")
+    assert resolved(GPU, speculative="auto").drafters == ("ngram", "tree")

@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.step import Runner
+from quire.engine import build as build_module
+from quire.engine.build import build
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
+from quire.kernels.select import KernelChoice
+from quire.runner.model_runner import ModelRunner
 from quire.sched.speculation import DraftGovernor, SpeculationPolicy
+from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
 from tests.sched.inspection import state_of
 
 PROMPTS = ["the cat sat on the mat, the cat sat", "abcabcabcabc", "x", "zyxwvutsrqponm zyxwvutsr"]
@@ -58,6 +67,36 @@ def test_outputs_are_the_same(pair: tuple[LLM, LLM], kind: str) -> None:
     counters = drafting._built.engine.scheduler.counters
     assert counters.drafted_tokens > counters.accepted_tokens > 0
     assert plain._built.engine.scheduler.counters.drafted_tokens == 0
+
+
+def on_device(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> LLM:
+    """An engine with the steps of a GPU, captured and in flight; on a CPU they are called again."""
+    choice = KernelChoice(TorchCpuKernels(), "as on a GPU", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
+    monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
+
+    def prepare(runner: Runner) -> Runner:
+        assert isinstance(runner, ModelRunner)
+        while not runner.prepared:
+            runner.prepare()
+        return runner
+
+    config = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=4, max_num_batched_tokens=24, **settings)  # type: ignore[arg-type]
+    return LLM.over(build(config, observe=prepare))
+
+
+def test_drafts_on_the_device_change_no_output(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose tokens need more than their logits run beside those with drafts."""
+    plain = on_device(tiny_folder, monkeypatch)
+    drafting = always(on_device(tiny_folder, monkeypatch, speculative="auto", run_ahead=1))
+    kinds = (KINDS["greedy"], KINDS["logprobs"], KINDS["stop"], KINDS["bias"])
+    params = [SamplingParams(max_tokens=16, **kind) for kind in kinds]
+    for prompts in (PROMPTS, PROMPTS):
+        mine, theirs = drafting.generate(prompts, params), plain.generate(prompts, params)
+        assert [(o.token_ids, o.text, o.finish_reason) for each in mine for o in each.outputs] == [
+            (o.token_ids, o.text, o.finish_reason) for each in theirs for o in each.outputs
+        ]
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens > 5
 
 
 def test_outputs_are_the_same_beside_prompts_and_under_pressure(tiny_folder: Path) -> None:

@@ -5,7 +5,15 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.graph_shapes import ShapeTable, StepSize, prompt_sizes, rows_beside, shapes_to_capture
+from quire.runner.graph_shapes import (
+    MAX_VERIFIED,
+    ShapeTable,
+    StepSize,
+    prompt_sizes,
+    rows_beside,
+    shapes_to_capture,
+    verifying_shapes,
+)
 
 
 @given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
@@ -23,6 +31,23 @@ def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, m
         if tokens:
             assert any(shape.holds(StepSize(max_rows, 1, tokens)) for shape in shapes), tokens
             assert any(shape.holds(StepSize(0, 1, tokens)) for shape in shapes), tokens
+
+
+@given(max_rows=st.integers(1, 600), rows=st.integers(1, 256), drafts=st.integers(1, 7))
+def test_rows_with_drafts_have_shapes_of_their_own(max_rows: int, rows: int, drafts: int) -> None:
+    shapes = verifying_shapes(max_rows)
+    assert len(shapes) == len(set(shapes)) <= 60 and all(shape.size <= MAX_VERIFIED for shape in shapes)
+    rows = min(rows, max_rows)
+    table = ShapeTable()
+    table.replace([*shapes, StepSize(max_rows), StepSize(max_rows, 4, 64)])
+    step = StepSize(rows, drafts=rows * drafts, queries=1 + drafts)
+    found = table.smallest(step)
+    if 4 * step.size <= MAX_VERIFIED:
+        assert found is not None and found.size <= 2 * step.size + 64
+    assert found is None or (found.holds(step) and found.drafts and not found.holds(StepSize(rows)))
+    few = table.smallest(StepSize(rows, drafts=1, queries=2))
+    assert few is None or few.size <= 2 * (rows + 1) + 64
+    assert table.smallest(StepSize(rows)) == StepSize(max_rows), "no drafts: a decode"
 
 
 @given(rows=st.integers(0, 300), max_tokens=st.integers(1, 9000))

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ from quire.kernels.select import KernelChoice, precompiling_for, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
+from quire.runner.device_drafting import DraftConfig, SuffixDrafter
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner, time_steps, warm_up
@@ -126,11 +127,12 @@ def build(
     *,
     serving: bool = False,
     opened: OpenedModel | None = None,
+    planted_drafts: bool = False,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
-    A benchmark may put an observer around the runner. With `serving`, prefill is limited by the ITL target; offline,
-    prompts are computed as fast as possible. `opened`: the model of `config`, if it was found before.
+    A benchmark may put an observer around the runner, and plant the acceptance of drafts. With `serving`, prefill is
+    limited by the ITL target; offline, prompts are computed as fast as possible. `opened`: the model, if found before.
     """
     reporter = reporter or StartupReporter()
     if config.threads is not None:
@@ -158,7 +160,7 @@ def build(
         reporter.done("weights", usage.describe())
     num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
     stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
-    runner = _runner(model, stores, resolved, choice, serving)
+    runner = _runner(model, stores, resolved, choice, serving, planted_drafts)
     reporter.done("kv cache", _describe_cache(resolved))
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
@@ -216,8 +218,9 @@ def _kernels(
 
 
 def _runner(
-    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool
+    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool, planted: bool
 ) -> ModelRunner:
+    on_host = stores.device.device.type == "cpu" and choice.draft_kernels is None
     return ModelRunner(
         model,
         stores,
@@ -229,8 +232,27 @@ def _runner(
         capture_share=_SERVING_CAPTURE_SHARE if serving else 1.0,
         kept_bytes=max(resolved.workspace_bytes - GIB, 0),
         capture_graphs=choice.capturable,
-        drafters=drafters_of(resolved.drafters),
+        drafters=drafters_of(resolved.drafters) if on_host else (),
+        device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
     )
+
+
+def _device_drafts(
+    resolved: ResolvedConfig, choice: KernelChoice, device: torch.device, *, planted: bool
+) -> DraftConfig | None:
+    """Drafts that are proposed and verified on a GPU, where steps are captured."""
+    if not resolved.drafters or choice.draft_kernels is None or not choice.capturable:
+        return None
+    drafter = SuffixDrafter(
+        resolved.max_num_seqs,
+        resolved.max_model_len,
+        device,
+        ngram="ngram" in resolved.drafters,
+        tree="tree" in resolved.drafters,
+        kernels=choice.draft_kernels,
+    )
+    chance = torch.zeros((), dtype=torch.int64, device=device) if planted else None
+    return DraftConfig(drafter, choice.draft_kernels, chance)
 
 
 def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
@@ -286,8 +308,8 @@ def _scheduler(
     itl_s = usual_itl_s(step_times.decode_s) if serving and step_times is not None else None
     if machine.device == "cpu":
         return make_scheduler(config, resolved, costs, itl_s, max_step_s=MAX_STEP_S if serving else None)
-    if step_times is None:
-        return make_scheduler(config, resolved, costs)
+    if step_times is None:  # no captured graphs, which verify drafts
+        return make_scheduler(config, replace(resolved, drafters=()), costs)
     sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
     return make_scheduler(config, resolved, costs, itl_s, sizes)
 
@@ -346,6 +368,7 @@ def _costs(
         weight_bytes=read_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
         largest_chunk=resolved.max_num_batched_tokens,
+        context_per_draft=1.0 if stores.device.device.type == "cpu" else 0.0,
     )
     if resolved.num_host_blocks:
         costs.set_transfer(measure_transfer(stores))

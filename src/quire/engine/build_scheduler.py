@@ -16,7 +16,7 @@ from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kv.manager import KVManager, count_blocks
-from quire.runner.graph_shapes import prompt_sizes, rows_beside
+from quire.runner.graph_shapes import MAX_QUERIES, MAX_VERIFIED, prompt_sizes, rows_beside
 from quire.sched.cost_model import Constants, CostTable, roofline
 from quire.sched.pacing import PER_DECODE, TTFT_PER_ITL
 from quire.sched.policy import REGIMES, CapturedSizes, Policy
@@ -73,7 +73,14 @@ class DeviceRates(NamedTuple):
 _UNTIMED_GPU = DeviceRates(1.5e14, 1e12, 3e-3)
 
 
-def measured_costs(pace: "StepTimes", *, weight_bytes: int, kv_bytes_per_token: int, num_parameters: int) -> Constants:
+def measured_costs(
+    pace: "StepTimes",
+    *,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    num_parameters: int,
+    context_per_draft: float = 1.0,
+) -> Constants:
     """A step with one row reads the weights once; a full one multiplies by them."""
     return roofline(
         num_parameters=num_parameters,
@@ -82,6 +89,7 @@ def measured_costs(pace: "StepTimes", *, weight_bytes: int, kv_bytes_per_token: 
         flops_per_s=2 * num_parameters / pace.token_s,
         bytes_per_s=weight_bytes / pace.decode_s,
         overhead_s=0.0,
+        context_per_draft=context_per_draft,
     )
 
 
@@ -92,11 +100,16 @@ def first_costs(
     weight_bytes: int,
     kv_bytes_per_token: int,
     largest_chunk: int,
+    context_per_draft: float = 1.0,
 ) -> CostTable:
     """The table an engine starts with. `num_parameters`: those used per token."""
     if pace is not None:
         measured = measured_costs(
-            pace, weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes_per_token, num_parameters=num_parameters
+            pace,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_token=kv_bytes_per_token,
+            num_parameters=num_parameters,
+            context_per_draft=context_per_draft,
         )
         return CostTable(measured, largest_chunk)
     constants = roofline(
@@ -115,6 +128,16 @@ def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, 
     return tuple(
         CapturedSizes(rows, tuple(prompt_sizes(rows, max_step_tokens))) for rows in sorted(rows_beside(max_rows))
     )
+
+
+def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy:
+    """`captured`: CUDA graphs verify the drafts."""
+    if not drafters:
+        return SpeculationPolicy()
+    tree = "tree" in drafters
+    if not captured:
+        return SpeculationPolicy(MAX_DRAFTS, tree=tree)
+    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, max_verified=MAX_VERIFIED)
 
 
 def make_scheduler(
@@ -140,9 +163,7 @@ def make_scheduler(
         captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
-        speculation=SpeculationPolicy(
-            max_drafts=MAX_DRAFTS if resolved.drafters else 0, tree="tree" in resolved.drafters
-        ),
+        speculation=_speculation(resolved.drafters, captured=bool(captured_sizes)),
     )
     kv = KVManager(
         resolved.num_blocks,

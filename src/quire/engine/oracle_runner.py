@@ -1,6 +1,6 @@
 """The integer model behind the real runner, as a body for `quire check`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,11 +10,13 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.core.ids import IntArray, Row
 from quire.core.moves import Move, Place, Tier
-from quire.core.oracle import planted_drafts
+from quire.core.oracle import mix, planted_drafts
 from quire.core.step import Pending, RowStart, StepPlan
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
 from quire.kernels.row_interface import RowKernels
 from quire.kernels.select import select_kernels
 from quire.models.oracle import OracleModel
+from quire.runner.device_drafting import DraftConfig, RowHistory
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
@@ -40,6 +42,30 @@ class PlantedDrafter:
         return np.array(planted_drafts(tokens, self._vocab_size, self._branches[row], count), dtype=np.int32)
 
 
+class PlantedDeviceDrafter:
+    """The same on the device, for steps in flight; always as many as are asked for."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._branches = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        rows, branches = torch.tensor([(start.row, start.branch) for start in starts]).to(self._branches.device).T
+        self._branches[rows] = branches
+
+    def propose(self, texts: RowHistory, count: int) -> Tensor:
+        places = torch.arange(texts.history.shape[1], device=texts.rows.device)
+        known = places < texts.lengths[:, None]
+        totals = (mix(texts.history[texts.rows].long(), places) * known).sum(1)
+        wrong_from = (totals + 31 * texts.lengths) // 3 % (count + 3)  # mostly behind the last
+        drafts = []
+        for number in range(count):
+            token = (totals + self._branches[texts.rows]) % self._vocab_size
+            drafts.append((token + (wrong_from == number)) % self._vocab_size)
+            totals = totals + mix(token, texts.lengths + number)
+        return torch.stack(drafts, dim=1)
+
+
 class TorchOracleRunner:
     """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
 
@@ -58,13 +84,15 @@ class TorchOracleRunner:
         device: str = "cpu",
         row_kernels: RowKernels | None = None,
         copy_blocks: CopyBlocks | None = None,
+        draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
-        drafts = where.type == "cpu" and row_kernels is None
+        on_host = where.type == "cpu" and row_kernels is None
+        on_device = DraftConfig(PlantedDeviceDrafter(vocab_size, max_rows, where), draft_kernels)
         self._runner = ModelRunner(
             model,
             self._stores,
@@ -72,7 +100,8 @@ class TorchOracleRunner:
             max_length=max_length,
             row_kernels=row_kernels,
             max_step_tokens=16,
-            drafters=[PlantedDrafter(vocab_size)] if drafts else [],
+            drafters=[PlantedDrafter(vocab_size)] if on_host else [],
+            device_drafts=None if row_kernels is None else on_device,
         )
         while not self._runner.prepared:
             self._runner.prepare()
@@ -117,6 +146,7 @@ def torch_oracle(
     device: str = "cpu",
     row_kernels: RowKernels | None = None,
     copy_blocks: CopyBlocks | None = None,
+    draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB_SIZE,
@@ -128,6 +158,7 @@ def torch_oracle(
         device=device,
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,
+        draft_kernels=draft_kernels,
     )
 
 
@@ -136,4 +167,10 @@ def cuda_oracle() -> RunnerFactory:
     if not torch.cuda.is_available():
         raise ConfigError("runner is cuda, but torch finds no GPU on this machine; use --runner torch.", param="runner")
     choice = select_kernels("cuda")
-    return partial(torch_oracle, device="cuda", row_kernels=choice.row_kernels, copy_blocks=choice.copy_blocks)
+    return partial(
+        torch_oracle,
+        device="cuda",
+        row_kernels=choice.row_kernels,
+        copy_blocks=choice.copy_blocks,
+        draft_kernels=choice.draft_kernels or REFERENCE_DRAFT_KERNELS,
+    )

@@ -153,10 +153,29 @@ def shape_of(rows: IntArray, chunks: ChunkArrays | None) -> StepSize:
     return StepSize(len(rows)) if chunks is None else StepSize(len(rows), len(chunks.rows), len(chunks.tokens))
 
 
+class PlacedInput:
+    """An input of captured work. It stays in place, and is uploaded when it changes."""
+
+    __slots__ = ("_device", "_placed", "tensor")
+
+    def __init__(self, size: int, fill: int, device: torch.device) -> None:
+        self._device = device
+        self._placed: NDArray[np.int64] = np.full(size, fill, dtype=np.int64)
+        self.tensor = torch.full((size,), fill, dtype=torch.int64, device=device)
+
+    def place(self, array: NDArray[np.int64]) -> None:
+        if not np.array_equal(array, self._placed):
+            self.tensor.copy_(upload(array, self._device), non_blocking=True)
+            self._placed = array
+
+
 # The model on decoding rows [rows] int64 and on chunks; it leaves its logits in the buffer that sampling reads.
 Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
-# The outcome [5, count] int64 of sampling a token for `count` rows, none of which needs more than these stages.
-Sample = Callable[[int, SamplingStage], Tensor]
+# The same on rows with drafts: rows [rows] int64, starts of their tokens [rows + 1] int64, and the shape.
+Verify = Callable[[Tensor, Tensor, StepSize], Tensor]
+# The outcome [5, rows] int64 of sampling a token for as many rows as the shape has, none of which needs more than these
+# stages. Of a shape with drafts [5, queries, rows].
+Sample = Callable[[StepSize, SamplingStage], Tensor]
 
 _SAMPLING_GRAPHS_AT_ONCE = 4  # captured at a time, where many are missing: steps wait meanwhile
 
@@ -166,8 +185,8 @@ class GraphedSteps:
 
     __slots__ = (
         "_captured", "_capturer", "_device", "_fits", "_forward", "_graphs", "_inputs", "_kept_bytes", "_missing",
-        "_missing_sampling", "_missing_shapes", "_padding_row", "_placed_rows", "_policy", "_rows", "_sample",
-        "_sampling_graphs", "_stopped", "counts",
+        "_missing_sampling", "_missing_shapes", "_padding_row", "_policy", "_rows", "_sample", "_sampling_graphs",
+        "_starts", "_stopped", "_verified_rows", "_verify", "counts",
     )  # fmt: skip
 
     def __init__(
@@ -180,10 +199,12 @@ class GraphedSteps:
         *,
         capture_share: float = 1.0,  # of the time, at most, in which captures may pause steps
         kept_bytes: int = 0,  # of device memory that captures leave free
+        verify: Verify | None = None,  # for shapes with drafts
     ) -> None:
         """`shapes`: what is worth capturing, the most useful first."""
         self.counts = LaunchCounts()
         self._forward = forward
+        self._verify = verify
         self._sample = sample
         self._padding_row = padding_row
         self._device = device
@@ -192,14 +213,15 @@ class GraphedSteps:
         self._missing_shapes, self._captured = ShapeTable(), ShapeTable()  # the same, and those of `_graphs`, by size
         self._kept_bytes = kept_bytes
         self._graphs: dict[StepSize, Replay] = {}
-        self._sampling_graphs: dict[tuple[int, SamplingStage], Replay] = {}
+        self._sampling_graphs: dict[tuple[StepSize, SamplingStage], Replay] = {}
         self._stopped = False
         self._note_missing()
         self._policy = CapturePolicy(capture_share)
         self._fits: dict[StepSize, StepSize | None] = {}  # by size of step, until another shape is captured
         max_rows = max(shape.rows for shape in shapes)
-        self._rows = torch.full((max_rows,), padding_row, dtype=torch.int64, device=device)
-        self._placed_rows: NDArray[np.int64] = np.full(max_rows, padding_row, dtype=np.int64)  # what `_rows` holds
+        self._rows = PlacedInput(max_rows, padding_row, device)
+        self._verified_rows = PlacedInput(max_rows, padding_row, device)
+        self._starts = PlacedInput(max_rows + 1, 0, device)
         self._inputs = torch.zeros(max(map(_num_inputs, shapes)), dtype=torch.int64, device=device)
 
     @property
@@ -210,6 +232,10 @@ class GraphedSteps:
     def next_missing(self) -> StepSize | None:
         """The most useful shape that is not captured yet."""
         return self._missing[0] if self._missing else None
+
+    def row_inputs(self, shape: StepSize) -> tuple[Tensor, Tensor]:
+        """Where a step of this shape with drafts has its rows that are verified, and the starts of their tokens."""
+        return self._verified_rows.tensor[: shape.rows], self._starts.tensor[: shape.rows + 1]
 
     def capture(self, shape: StepSize | None) -> None:
         """Capture this missing shape, and a few missing sampling graphs. Call between steps."""
@@ -223,10 +249,10 @@ class GraphedSteps:
             self._graphs[shape] = self._capturer.capture(self._work(shape))
             self._fits.clear()
             self._note_missing()
-        own = set() if shape is None else {shape.rows + shape.chunks}
+        own = set() if shape is None else {_sampled(shape)}
         missing = sorted(self._missing_sampling, key=lambda graph: (graph[0] not in own, graph))
-        for count, stages in missing[:_SAMPLING_GRAPHS_AT_ONCE]:
-            self._sampling_graphs[count, stages] = self._capturer.capture(partial(self._sample, count, stages))
+        for sampled, stages in missing[:_SAMPLING_GRAPHS_AT_ONCE]:
+            self._sampling_graphs[sampled, stages] = self._capturer.capture(partial(self._sample, sampled, stages))
         self._note_missing()
         took_s = time.perf_counter() - begun_s
         if shape is not None:
@@ -238,18 +264,22 @@ class GraphedSteps:
     def dry_run(self, shapes: list[StepSize]) -> None:
         """Run these shapes once without capturing, so that the caller sees which kernels they launch. Between steps."""
         self._place_rows(np.empty(0, dtype=np.int32))
-        for count, stages in product({shape.rows + shape.chunks for shape in shapes}, SamplingStage):
-            self._sample(count, stages)
+        for sampled, stages in product({_sampled(shape) for shape in shapes}, SamplingStage):
+            self._sample(sampled, stages)
         for shape in shapes:
             self._work(shape)()
 
     def _work(self, shape: StepSize) -> Replay:
         """The model on a shape that holds padding only."""
+        if shape.drafts:
+            assert self._verify is not None, "shapes with drafts are verified"
+            self._place_starts(np.zeros(0, dtype=np.int64))
+            return partial(self._verify, self._rows.tensor[: shape.rows], self.row_inputs(shape)[1], shape)
         self._place_chunks(shape, None)
         chunks = None
         if shape.chunks:
             chunks = ChunkInputs(*torch.split(self._inputs[: _num_inputs(shape)], list(_sizes(shape))))
-        return partial(self._forward, self._rows[: shape.rows], chunks)
+        return partial(self._forward, self._rows.tensor[: shape.rows], chunks)
 
     @property
     def lacks_sampling(self) -> bool:
@@ -266,14 +296,14 @@ class GraphedSteps:
 
     def _note_missing(self) -> None:
         """Update what every step reads, when it changes."""
-        counts = {shape.rows + shape.chunks for shape in self._graphs}
-        self._missing_sampling = set(product(counts, SamplingStage)) - self._sampling_graphs.keys()
+        sampled = {_sampled(shape) for shape in self._graphs}
+        self._missing_sampling = set(product(sampled, SamplingStage)) - self._sampling_graphs.keys()
         self._missing_shapes.replace(self._missing)
         self._captured.replace(self._graphs)
 
     def step_times(self) -> StepTimes | None:
         """Times of captured steps of padding; None without a decode and a step with chunks. Call between steps."""
-        decodes = [shape for shape in self._graphs if not shape.chunks]
+        decodes = [shape for shape in self._graphs if not shape.chunks and not shape.drafts]
         mixed = [shape for shape in self._graphs if shape.chunks]
         if not decodes or not mixed:
             return None
@@ -308,6 +338,21 @@ class GraphedSteps:
         self.counts.replayed += 1
         return shape
 
+    def verify(self, rows: IntArray, counts: NDArray[np.int64], sampled_apart: NDArray[np.bool_]) -> StepSize | None:
+        """The same for rows with this many drafts each. Those that are sampled apart are not verified."""
+        step = StepSize(len(rows), drafts=int(counts.sum()), queries=1 + int(counts.max()))
+        shape = self._fitting(step)
+        if shape is None:
+            return None
+        self._place_rows(rows)
+        verified = np.where(sampled_apart, self._padding_row, rows)
+        self._verified_rows.place(_filled(verified, len(self._verified_rows.tensor), self._padding_row))
+        self._place_starts(1 + counts)
+        self._graphs[shape]()
+        self._policy.note_launch(shape)
+        self.counts.replayed += 1
+        return shape
+
     def note_eager(self, step: StepSize) -> None:
         """A step was launched eagerly."""
         self._policy.note_launch(step)
@@ -315,12 +360,14 @@ class GraphedSteps:
     def sample(self, shape: StepSize, num_rows: int, num_chunks: int, stages: SamplingStage) -> Tensor | None:
         """Replay sampling after a step; the next replay overwrites the outcome. None if it is not captured.
 
-        [5, num_rows + num_chunks] int64.
+        [5, num_rows + num_chunks] int64; [5, queries, num_rows] of a shape with drafts.
         """
-        replay = self._sampling_graphs.get((shape.rows + shape.chunks, stages))
+        replay = self._sampling_graphs.get((_sampled(shape), stages))
         if replay is None:
             return None
         outcome = replay()
+        if shape.drafts:
+            return outcome[:, :, :num_rows]
         if not num_chunks:
             return outcome[:, :num_rows]
         return torch.cat([outcome[:, :num_rows], outcome[:, shape.rows : shape.rows + num_chunks]], dim=1)
@@ -338,11 +385,12 @@ class GraphedSteps:
 
     def _place_rows(self, rows: IntArray) -> None:
         """Upload the rows, unless the same rows took part in the last step, which is usual."""
-        placed = np.full_like(self._placed_rows, self._padding_row)
-        placed[: len(rows)] = rows
-        if not np.array_equal(placed, self._placed_rows):
-            self._rows.copy_(upload(placed, self._device), non_blocking=True)
-            self._placed_rows = placed
+        self._rows.place(_filled(rows, len(self._rows.tensor), self._padding_row))
+
+    def _place_starts(self, lengths: NDArray[np.int64]) -> None:
+        """Upload where the tokens of each row start, of rows with this many; padding rows have none."""
+        starts = np.concatenate([[0], lengths.cumsum()])
+        self._starts.place(_filled(starts, len(self._starts.tensor), starts[-1]))
 
     def _place_chunks(self, shape: StepSize, chunks: ChunkArrays | None) -> None:
         """Upload the chunks in the layout of a shape; None: padding."""
@@ -362,8 +410,13 @@ _NONE: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 def _sizes(shape: StepSize) -> tuple[int, ...]:
     """Lengths of the fields of ChunkInputs."""
-    _, chunks, tokens = shape
+    chunks, tokens = shape.chunks, shape.tokens
     return (tokens, tokens, tokens, chunks + 1, chunks, chunks, chunks)
+
+
+def _sampled(shape: StepSize) -> StepSize:
+    """What sampling after a shape depends on: the number of rows that get a token, and their drafts."""
+    return shape if shape.drafts else StepSize(shape.rows + shape.chunks)
 
 
 def _num_inputs(shape: StepSize) -> int:

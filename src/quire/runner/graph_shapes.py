@@ -27,6 +27,12 @@ _FIRST_DECODES = (32, 8, 64, 128, 256)  # padding rows cost a decode little: it 
 _FINE = (128, 1024)  # tokens between which sizes are finer: chunks that are cut for the inter-token latency
 _KERNEL_ROWS = (8, 16, 32, 64, 128, 192)  # up to each of these, GEMMs or decode attention have kernels of their own
 _SPARE_TOKENS = 256  # padding beyond 2x the step that costs as much as an eager launch
+_QUERIES = (4, 8)  # lines of a row with drafts, at most: with 4 query heads per key head, 4 take a tile as 1 does
+_VERIFYING_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_FEW_DRAFTS = 8  # of a step in which few rows have any
+_SPARE_DRAFTS = 64  # padding beyond 2x a verifying step: such steps wait for memory
+MAX_VERIFIED = 512  # lines of a verifying step: their logits take a GiB with a vocabulary of 256,000 and two copies
+MAX_QUERIES = max(_QUERIES)
 
 
 class StepSize(NamedTuple):
@@ -35,8 +41,15 @@ class StepSize(NamedTuple):
     rows: int  # decoding, one token each
     chunks: int = 0
     tokens: int = 0  # of all chunks
+    drafts: int = 0  # of all rows
+    queries: int = 1  # tokens of one row, at most
 
     def holds(self, step: "StepSize") -> bool:
+        if bool(self.drafts) != bool(step.drafts):
+            return False
+        if step.drafts:
+            enough = self.rows >= step.rows and self.drafts >= step.drafts and self.queries >= step.queries
+            return enough and self.size <= 2 * step.size + _SPARE_DRAFTS
         if step.chunks == 0:
             return self.chunks == 0 and self.rows >= step.rows
         enough = self.rows >= step.rows and self.chunks >= step.chunks and self.tokens >= step.tokens
@@ -45,7 +58,7 @@ class StepSize(NamedTuple):
     @property
     def size(self) -> int:
         """Tokens that the step computes."""
-        return self.rows + self.tokens
+        return self.rows + self.tokens + self.drafts
 
     def order(self) -> tuple[int, int]:
         """Sort key: the smallest shape that holds a step is the best for it."""
@@ -99,6 +112,18 @@ def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
     kernel_rows = {StepSize(rows) for rows in (1, *_KERNEL_ROWS, max_rows) if rows <= max_rows}
     short = {shape for shape in _prompts(max_rows, doubling, max_rows) if shape.tokens <= _LONG}
     return GraphShapes(first, others, sorted(kernel_rows | short, key=StepSize.order, reverse=True))
+
+
+def verifying_shapes(max_rows: int) -> list[StepSize]:
+    """Steps whose rows have drafts, without chunks: 1, 2, 3, 4 or 7 of each row; and where rows are many, of a few."""
+    few, many = _QUERIES
+    shapes: list[StepSize] = []
+    for rows in (*(rows for rows in _VERIFYING_ROWS if rows < max_rows), max_rows):
+        each = [(rows * (few - 1), few), (rows, few), (rows * (many - 1), many), (rows * few, many), (2 * rows, few)]
+        fewer = (_FEW_DRAFTS, rows // 4, rows // 2)
+        each += [(drafts, many) for drafts in fewer if _FEW_DRAFTS <= drafts < rows]
+        shapes += [StepSize(rows, drafts=min(drafts, MAX_VERIFIED - rows), queries=queries) for drafts, queries in each]
+    return [shape for shape in dict.fromkeys(shapes) if shape.drafts > 0]
 
 
 def _first_sizes(rows: int, halves: list[int], max_tokens: int) -> list[int]:
@@ -170,19 +195,21 @@ def _by_usefulness(sizes: tuple[int, ...]) -> list[int]:
 class ShapeTable:
     """Shapes by size, in which the smallest that holds a step is found by bisection. Decodes are apart."""
 
-    __slots__ = ("_decodes", "_mixed")
+    __slots__ = ("_decodes", "_mixed", "_verifying")
 
     def __init__(self) -> None:
         self._decodes: list[StepSize] = []
         self._mixed: list[StepSize] = []
+        self._verifying: list[StepSize] = []  # decodes with drafts
 
     def replace(self, shapes: Iterable[StepSize]) -> None:
         ordered = sorted(shapes, key=StepSize.order)
-        self._decodes = [shape for shape in ordered if not shape.chunks]
+        self._decodes = [shape for shape in ordered if not shape.chunks and not shape.drafts]
         self._mixed = [shape for shape in ordered if shape.chunks]
+        self._verifying = [shape for shape in ordered if shape.drafts]
 
     def smallest(self, step: StepSize) -> StepSize | None:
-        shapes = self._mixed if step.chunks else self._decodes
+        shapes = self._mixed if step.chunks else self._verifying if step.drafts else self._decodes
         start = bisect_left(shapes, step.size, key=lambda shape: shape.size)
         return next((shape for shape in islice(shapes, start, None) if shape.holds(step)), None)
 

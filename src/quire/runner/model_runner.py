@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.fault_injection import FaultSite, trip_any
@@ -47,8 +48,9 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
+from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRows, counts_of, drafts_computed
 from quire.runner.drafters import Drafted, Drafter, Drafting
-from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture
+from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
 from quire.runner.verification import (
@@ -87,6 +89,7 @@ class ModelRunner:
         kept_bytes: int = 0,  # of device memory that captures leave free, for eager steps
         capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
         drafters: Sequence[Drafter] = (),  # on a CPU only: they read the tokens of the step before
+        device_drafts: DraftConfig | None = None,  # drafts on the device, in captured steps only
     ) -> None:
         device = stores.device.device
         assert not drafters or device.type == "cpu", "drafts are proposed on the host"
@@ -104,14 +107,15 @@ class ModelRunner:
         self._graphs: GraphedSteps | None = None
         self._representative: list[StepSize] = []
         self._logits: LogitsBuffer | None = None
+        self._device_drafting: DeviceDrafting | None = None
         if row_kernels is not None and capture_graphs:
             chosen = shapes_to_capture(max_rows, max_step_tokens)
-            shapes = [*chosen.first, *chosen.later]
-            self.num_first = len(chosen.first)
-            self._representative = chosen.representative
-            self._logits = LogitsBuffer.allocate(
-                max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device
-            )
+            verifying = [] if device_drafts is None else verifying_shapes(max_rows)
+            shapes = [*chosen.first, *verifying, *chosen.later]
+            self.num_first = len(chosen.first) + len(verifying)
+            self._representative = [*chosen.representative, *verifying]
+            num_lines = max(shape.rows + shape.chunks + shape.drafts for shape in shapes)
+            self._logits = LogitsBuffer.allocate(num_lines, model.vocab_size, device)
             self._graphs = GraphedSteps(
                 self._forward,
                 self._sample_captured,
@@ -120,7 +124,10 @@ class ModelRunner:
                 device,
                 capture_share=capture_share,
                 kept_bytes=kept_bytes,
+                verify=self._forward_drafts,
             )
+            if device_drafts is not None:
+                self._device_drafting = DeviceDrafting(self._rows, max_length, device_drafts, num_lines)
         self._ends = self._sampler.end_columns.end_ids
         self.launches = LaunchCounts() if self._graphs is None else self._graphs.counts
 
@@ -186,7 +193,7 @@ class ModelRunner:
         decoding = self._rows.apply(plan)
         self._trip(FaultSite.BUILD_BATCH)
         if not plan.num_padding:
-            sampled = self._replay(plan, decoding)
+            sampled = self._verify(plan, decoding) or self._replay(plan, decoding)
             if sampled is not None:
                 return PendingStep(plan.step, sampled, drafts=plan.drafts)
         drafted = self._propose(plan.drafts) if len(plan.drafts) else None
@@ -288,6 +295,29 @@ class ModelRunner:
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         return self._choose(plan, partial(self._sample_replayed, shape, rows, len(decoding), chunks))
 
+    def _verify(self, plan: StepPlan, decoding: IntArray) -> "VerifiedRows | None":
+        """Run a step with drafts as a CUDA graph; None: without them, since no graph holds it or samples its rows."""
+        if self._device_drafting is None or self._graphs is None:
+            return None
+        if not len(plan.drafts) or plan.chunks or plan.masked:
+            return None
+        apart = self._sampler.need_more(decoding)
+        self._trip(FaultSite.FORWARD)
+        drafted = drafts_computed(plan.drafts)
+        counts = counts_of(decoding, drafted)
+        shape = self._graphs.verify(decoding, counts, apart)
+        if shape is None:
+            return None
+        outcome = self._sample_from_graph(shape, decoding, len(decoding))
+        if outcome is None:  # not captured yet
+            outcome = self._sample_captured(shape, self._sampler.stages(decoding))[:, :, : len(decoding)]
+        others = (
+            self._sample_lines(decoding[apart], (np.cumsum(1 + counts) - 1 - counts)[apart], None)
+            if apart.any()
+            else None
+        )
+        return VerifiedRows(decoding, HostCopy(outcome), drafted, others)
+
     def _sample_replayed(
         self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None
     ) -> SampledTokens:
@@ -324,9 +354,15 @@ class ModelRunner:
         emits[num_decoding:] = [ChunkOutput.SAMPLE in chunk.output for chunk in chunks]
         places = np.arange(len(rows))
         places[num_decoding:] += shape.rows - num_decoding
-        at, device_rows = upload_integers(self.device, places[emits], rows[emits])
-        batch = SamplingBatch(device_rows, rows[emits], self._logits.positions[at])
-        return self._sample(self._logits.logits[at], batch, masks)
+        return self._sample_lines(rows[emits], places[emits], masks)
+
+    def _sample_lines(self, rows: IntArray, lines: NDArray[np.int64], masks: Masks | None) -> SampledTokens:
+        """Sample these rows from lines of the buffer."""
+        assert self._logits is not None
+        at, device_rows = upload_integers(self.device, lines, rows)
+        return self._sample(
+            self._logits.logits[at], SamplingBatch(device_rows, rows, self._logits.positions[at]), masks
+        )
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
         """The captured model part: logits after these rows and chunks, into the buffer."""
@@ -342,11 +378,31 @@ class ModelRunner:
         buffer.positions.copy_(batch.layout.context_lengths)  # the position of each next token
         return self._model.logits(hidden, out=buffer.logits)
 
-    def _sample_captured(self, count: int, stages: SamplingStage) -> Tensor:
-        """The captured sampling part, for `count` rows. [5, count] int64."""
-        assert self._finish is not None and self._logits is not None
-        logits, emitting, positions = self._logits.first(count)
+    def plant_acceptance(self, chance: float) -> None:
+        """For measurements: accept any draft with this probability (`build(planted_drafts=True)`)."""
+        assert self._device_drafting is not None
+        self._device_drafting.plant_acceptance(chance)
+
+    def _forward_drafts(self, rows: Tensor, starts: Tensor, shape: StepSize) -> Tensor:
+        """The captured model part of a step with drafts."""
+        assert self._logits is not None and self._device_drafting is not None
+        inputs, layout = self._device_drafting.inputs(rows, starts, shape.size, shape.queries)
+        hidden = self._model.forward(inputs.tokens, layout, self._stores.device)
+        buffer = self._logits.first(shape.size)
+        buffer.emitting.copy_(inputs.sampled_rows)
+        torch.add(inputs.positions, 1, out=buffer.positions)
+        return self._model.logits(hidden, out=buffer.logits)
+
+    def _sample_captured(self, shape: StepSize, stages: SamplingStage) -> Tensor:
+        """The captured sampling part. [5, rows] int64; [5, queries, rows] with drafts."""
+        assert self._finish is not None and self._logits is not None and self._graphs is not None
+        logits, emitting, positions = self._logits.first(shape.size)
         chosen = self._sampler.sample_with_kernels(logits, emitting, positions, stages)
+        if shape.drafts:
+            assert self._device_drafting is not None
+            rows, starts = self._graphs.row_inputs(shape)
+            ends = self._sampler.end_columns
+            return self._device_drafting.finish(chosen, rows, starts, positions, ends, shape.queries)
         return self._finish(chosen, emitting, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: FaultSite) -> None:
@@ -363,6 +419,8 @@ class ModelRunner:
         self._sampler.assign(plan.starts)
         if self._drafting is not None:
             self._drafting.follow(plan.releases, plan.starts)
+        if self._device_drafting is not None:
+            self._device_drafting.start(plan.starts)
         for append in plan.appends:
             self._sampler.append_tokens(append.row, append.tokens)
 
@@ -456,7 +514,7 @@ class PendingTokens:
     num_tokens: int  # that the step computes
 
 
-Sampling = SampledTokens | SampledPasses | PendingTokens
+Sampling = SampledTokens | SampledPasses | VerifiedRows | PendingTokens
 
 
 @dataclass(slots=True)
@@ -480,7 +538,7 @@ class PendingStep:
         assert not isinstance(self.sampled, PendingTokens), f"step {self.step} waits for its masks"
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if len(self.drafts):
-            drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses) else None
+            drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses | VerifiedRows) else None
             result = replace(result, verified=verified(self.drafts, drafted, result))
         if self.candidates is not None:
             found = self.candidates.wait()

@@ -32,6 +32,7 @@ class RowTable:
         self.max_lengths = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # tokens it may ever hold
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
+        self.history: Tensor | None = None  # [max_rows + 1, width] int32: tokens by position, where drafts need them
         self.places = torch.arange(max_rows + 2, device=device)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._tokens_left: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the length ends the row
@@ -41,7 +42,7 @@ class RowTable:
 
     @property
     def state(self) -> RowState:
-        return RowState(self.last_tokens, self.lengths, self.alive)
+        return RowState(self.last_tokens, self.lengths, self.alive, self.history)
 
     @property
     def columns(self) -> RowColumns:

@@ -35,16 +35,43 @@ class SampledTokens:
     scores: RowScores | None
 
     def wait(self, step: int) -> StepResult:
-        tokens, alive, finite, stop, length = self.outcome.wait()
-        emitted = (alive & finite).astype(np.bool_)
-        over = np.flatnonzero(alive & (stop | length | (1 - finite)))
-        ended = tuple(FinishedRow(Row(int(self.rows[i])), finish_reason(finite[i], stop[i])) for i in over)
-        scores = {} if self.scores is None else self.scores.wait()
-        logprobs: dict[Row, tuple[TopLogprobs, ...]] = {row: (top,) for row, top in scores.items()}
-        if not emitted.all():
-            emitting = set(self.rows[emitted].tolist())
-            logprobs = {row: top for row, top in logprobs.items() if row in emitting}
-        return StepResult(step, self.rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
+        return step_result(step, self.rows, self.outcome.wait(), None if self.scores is None else self.scores.wait())
+
+
+def step_result(
+    step: int,
+    rows: IntArray,
+    outcome: NDArray[np.int64],  # [5, n]: token, alive, finite, stop, length
+    scores: dict[Row, TopLogprobs] | None = None,
+) -> StepResult:
+    """One token of each of these rows."""
+    tokens, alive, finite, stop, length = outcome
+    emitted = (alive & finite).astype(np.bool_)
+    over = np.flatnonzero(alive & (stop | length | (1 - finite)))
+    ended = tuple(FinishedRow(Row(int(rows[i])), finish_reason(finite[i], stop[i])) for i in over)
+    logprobs: dict[Row, tuple[TopLogprobs, ...]] = {row: (top,) for row, top in (scores or {}).items()}
+    if not emitted.all():
+        emitting = set(rows[emitted].tolist())
+        logprobs = {row: top for row, top in logprobs.items() if row in emitting}
+    return StepResult(step, rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
+
+
+def join_passes(step: int, results: list[StepResult]) -> StepResult:
+    """The result of a step whose rows emitted one token after the other."""
+    if not results:
+        return StepResult(step)
+    logprobs: dict[Row, tuple[TopLogprobs, ...]] = {}
+    for result in results:
+        for row, scores in result.logprobs.items():
+            logprobs[row] = (*logprobs.get(row, ()), *scores)
+    return StepResult(
+        step,
+        np.concatenate([result.rows for result in results]),
+        np.concatenate([result.tokens for result in results]),
+        tuple(over for result in results for over in result.ended),
+        logprobs,
+        passes=tuple(accumulate(len(result.rows) for result in results[:-1])),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +82,7 @@ class SampledPasses:
     drafted: Drafted
 
     def wait(self, step: int) -> StepResult:
-        results = [each.wait(step) for each in self.passes]
-        logprobs: dict[Row, tuple[TopLogprobs, ...]] = {}
-        for result in results:
-            for row, scores in result.logprobs.items():
-                logprobs[row] = (*logprobs.get(row, ()), *scores)
-        return StepResult(
-            step,
-            np.concatenate([result.rows for result in results]),
-            np.concatenate([result.tokens for result in results]),
-            tuple(over for result in results for over in result.ended),
-            logprobs,
-            passes=tuple(accumulate(len(result.rows) for result in results[:-1])),
-        )
+        return join_passes(step, [each.wait(step) for each in self.passes])
 
 
 def verified(drafts: Drafts, drafted: Drafted | None, result: StepResult) -> Verified:

@@ -148,6 +148,11 @@ class Sampler:
         """Whether any of these rows needs logit processors or logprobs, which captured sampling does not do."""
         return bool(self._rows.union(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))
 
+    def need_more(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Which of these rows do."""
+        needing: NDArray[np.bool_] = (self._rows.features[rows] & int(LOGIT_PROCESSORS | SamplingFeature.LOGPROBS)) != 0
+        return needing
+
     def stages(self, rows: IntArray) -> SamplingStage:
         """The sampling stages that these rows need."""
         return SamplingStage.DRAWN if self._rows.union(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY

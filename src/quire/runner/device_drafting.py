@@ -1,0 +1,229 @@
+"""Drafts on the device: the tokens of every row, drafters that read them there, and steps that verify their drafts.
+
+For runners with steps in flight, where only the device knows a row's latest tokens. The host decides how many drafts a
+row has; the device always computes that many, and where a drafter finds nothing it proposes any token: a wrong draft
+costs the same as none. So the layout of a step is known when it is launched, and a captured graph serves every step
+with as many rows and drafts. See `drafters` for what the drafters do.
+"""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray
+from quire.core.step import Drafts, RowStart, StepResult
+from quire.kernels.draft_interface import (
+    LENGTH_SHIFT,
+    MAX_NGRAM,
+    PLANTED_UNIT,
+    REFERENCE_DRAFT_KERNELS,
+    DraftKernels,
+    VerifyInputs,
+)
+from quire.kernels.interface import StepLayout
+from quire.kernels.row_interface import EndColumns, Sampled
+from quire.kernels.transfers import HostCopy, upload_integers
+from quire.runner.drafters import Drafted
+from quire.runner.graph_shapes import MAX_QUERIES
+from quire.runner.row_table import RowTable
+from quire.runner.verification import SampledTokens, join_passes, step_result
+
+MAX_HISTORY = 16_384  # tokens of a row that prompt lookup searches: 64 KiB
+MAX_CONTINUATION = 4096  # tokens of the tree's continuation that a row keeps
+_UNKNOWN: IntArray = np.empty(0, dtype=np.int32)
+_END_MASK = (1 << LENGTH_SHIFT) - 1
+
+
+class RowHistory(NamedTuple):
+    """The rows of a step and what the device knows of them."""
+
+    rows: Tensor  # [n] int64
+    lengths: Tensor  # [n] int64: known tokens
+    history: Tensor  # [max_rows + 1, width] int32: position p at p % width
+
+    def tails(self, count: int) -> Tensor:
+        """[n, count] int32: the last tokens of each row, the last first; -1 where there is none."""
+        at = self.lengths[:, None] - 1 - torch.arange(count, device=self.rows.device)
+        found = self.history[self.rows[:, None], at % self.history.shape[1]]
+        return torch.where(at >= 0, found, -1)
+
+
+class DeviceDrafter(Protocol):
+    """Proposes tokens by operations that can be captured."""
+
+    def start(self, starts: Many[RowStart]) -> None:
+        """Rows start: upload what they are to be drafted from."""
+
+    def propose(self, texts: RowHistory, count: int) -> Tensor:
+        """[n, count] int64: tokens that may follow, any where it knows none."""
+
+
+class SuffixDrafter:
+    """Prompt lookup and the prefix tree: what followed a row's last tokens where they occurred before.
+
+    The tree's continuation is a text of its own, behind the last tokens that were known when the row started: there the
+    row follows it from the first token on. What is found there counts before what is found in the row's own tokens.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_length: int,
+        device: torch.device,
+        *,
+        ngram: bool = True,
+        tree: bool = True,
+        kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
+    ) -> None:
+        assert ngram or tree
+        self._ngram = ngram
+        self._match_suffix = kernels.match_suffix
+        width = min(max_length, MAX_CONTINUATION) + MAX_NGRAM
+        self._continuations: Tensor | None = None
+        if tree:
+            self._continuations = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+        self._num_following = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+
+    def start(self, starts: Many[RowStart]) -> None:
+        if self._continuations is None:
+            return
+        texts: dict[int, IntArray] = {}
+        for start in starts:
+            text = np.concatenate([start.tokens[-MAX_NGRAM:], start.continuation[:MAX_CONTINUATION]])
+            texts[start.row] = text if len(start.continuation) else text[:0]
+        write_lines(self._continuations, {row: (0, text) for row, text in texts.items() if len(text)})
+        rows, lengths = upload_integers(
+            self._num_following.device, np.array(list(texts)), np.array([len(text) for text in texts.values()])
+        )
+        self._num_following[rows] = lengths
+
+    def propose(self, texts: RowHistory, count: int) -> Tensor:
+        tails, numbers = texts.tails(MAX_NGRAM), torch.arange(count, device=texts.rows.device)
+        proposed = tails[:, :1].expand(-1, count)
+        if self._ngram:
+            width = texts.history.shape[1]
+            ends = texts.lengths - 1
+            begins = (texts.lengths - width).clamp(min=0)
+            place = self._match_suffix(texts.history, texts.rows, begins, ends, tails) & _END_MASK
+            at = place[:, None] + numbers % (texts.lengths - place).clamp(min=1)[:, None]  # a loop goes on as a loop
+            followed = texts.history[texts.rows[:, None], at % width]
+            proposed = torch.where((place > 0)[:, None], followed, proposed)
+        if self._continuations is not None:
+            known = self._num_following[texts.rows]
+            place = self._match_suffix(self._continuations, texts.rows, known * 0, known - 1, tails) & _END_MASK
+            at = place[:, None] + numbers
+            followed = self._continuations[texts.rows[:, None], at.clamp(max=self._continuations.shape[1] - 1)]
+            proposed = torch.where((place > 0)[:, None] & (at < known[:, None]), followed, proposed)
+        return proposed.long()
+
+
+def write_lines(table: Tensor, lines: dict[int, tuple[int, IntArray]]) -> None:
+    """Write tokens to lines of a table, each from a position on, modulo the width, in one upload."""
+    if not lines:
+        return
+    width = table.shape[1]
+    kept = {row: (first + max(len(text) - width, 0), text[-width:]) for row, (first, text) in lines.items()}
+    rows = np.repeat(np.array(list(kept), dtype=np.int64), [len(text) for _, text in kept.values()])
+    places = np.concatenate([np.arange(first, first + len(text)) % width for first, text in kept.values()])
+    tokens = np.concatenate([text for _, text in kept.values()])
+    at, values = upload_integers(table.device, rows * width + places, tokens)
+    table.view(-1)[at] = values.int()
+
+
+class DraftConfig(NamedTuple):
+    """How drafts are made and verified."""
+
+    drafter: DeviceDrafter
+    kernels: DraftKernels = REFERENCE_DRAFT_KERNELS
+    planted: Tensor | None = None  # for measurements: see `VerifyRows`
+
+
+class DeviceDrafting:
+    """The token history of all rows, and the drafter that reads it."""
+
+    def __init__(self, table: RowTable, max_length: int, setup: DraftConfig, max_lines: int) -> None:
+        """`max_lines`: of a verifying step."""
+        width = min(max_length, MAX_HISTORY)
+        table.history = torch.zeros(len(table.lengths), width, dtype=torch.int32, device=table.device)
+        self._history = table.history
+        self._table = table
+        self._drafter, self._kernels, self._planted = setup
+        # Inputs of the lines of the last step: a captured model leaves them here for captured verification.
+        self._tokens = torch.zeros(max_lines, dtype=torch.int64, device=table.device)
+
+    def plant_acceptance(self, chance: float) -> None:
+        """For measurements: any draft is accepted with this probability, whatever it is."""
+        assert self._planted is not None, "drafts are compared with what is sampled"
+        self._planted.fill_(round(chance * PLANTED_UNIT))
+
+    def start(self, starts: tuple[RowStart, ...]) -> None:
+        """Rows start with their known tokens."""
+        if starts:
+            write_lines(self._history, {start.row: (0, start.tokens) for start in starts})
+            self._drafter.start(starts)
+
+    def inputs(self, rows: Tensor, starts: Tensor, num_lines: int, queries: int) -> "VerifyBatch":
+        """Draft, and lay out a step with the rows' last tokens and drafts. Captured."""
+        table = self._table
+        texts = RowHistory(rows, table.lengths[rows], self._history)
+        drafts = self._drafter.propose(texts, queries - 1)
+        found = self._kernels.verify_inputs(rows, starts, drafts, table.columns, table.block_size, num_lines)
+        self._tokens[:num_lines].copy_(found.tokens)
+        layout = StepLayout(
+            positions=found.positions,
+            slots=found.slots,
+            tables=found.tables,
+            query_starts=found.query_starts,
+            context_lengths=found.context_lengths,
+            max_lengths=found.max_lengths,
+            max_queries=queries,
+        )
+        return VerifyBatch(found, layout)
+
+    def finish(
+        self, sampled: Sampled, rows: Tensor, starts: Tensor, positions: Tensor, ends: EndColumns, queries: int
+    ) -> Tensor:  # [5, queries, rows] int64
+        """Accept what was drafted rightly, and advance the rows. Captured."""
+        tokens = self._tokens[: len(positions)]
+        return self._kernels.verify_rows(
+            sampled, tokens, rows, starts, positions, ends, self._table.state, queries, self._planted
+        )
+
+
+class VerifyBatch(NamedTuple):
+    inputs: VerifyInputs
+    layout: StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRows:
+    """The tokens of a verified step, being copied to the host."""
+
+    rows: IntArray
+    outcome: HostCopy  # [5, queries, rows] int64: token, whether it was reached, finite, stop, length
+    drafted: Drafted
+    others: SampledTokens | None = None  # rows that were sampled apart, one token each
+
+    def wait(self, step: int) -> StepResult:
+        passes = self.outcome.wait().transpose(1, 0, 2)
+        results = [step_result(step, self.rows, each) for each in passes if each[1].any()]
+        if self.others is not None:
+            results[:1] = [replace(join_passes(step, [*results[:1], self.others.wait(step)]), passes=())]
+        return join_passes(step, results)
+
+
+def drafts_computed(drafts: Drafts) -> Drafted:
+    """The drafts of a plan that a step computes. Which tokens they are, the device knows."""
+    return Drafted(drafts.rows, np.minimum(drafts.counts, MAX_QUERIES - 1).astype(np.int64), _UNKNOWN)
+
+
+def counts_of(rows: IntArray, drafted: Drafted) -> NDArray[np.int64]:
+    """Drafts of each of these rows, among which are those that have any."""
+    counts: NDArray[np.int64] = np.zeros(int(rows.max()) + 1, dtype=np.int64)
+    counts[drafted.rows] = drafted.counts
+    return counts[rows]
