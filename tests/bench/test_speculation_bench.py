@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.bench.speculation import SpeculationFigure, measure_speculation, prompts_of
+from quire.bench.speculation import PlantedFigure, SpeculationFigure, measure_planted, measure_speculation, prompts_of
+from quire.config import EngineConfig
+from quire.core.step import Runner
+from quire.engine import build as build_module
+from quire.engine.build import build
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
+from quire.kernels.select import KernelChoice
+from quire.runner.model_runner import ModelRunner
 from tests.llm.tiny import tiny_llama, write_model
+from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
 
 
 @pytest.mark.parametrize("task", ["quote", "chat"])
@@ -43,3 +52,42 @@ def test_both_engines_answer_every_prompt(tmp_path: Path) -> None:
     assert all(len(each.ratios) == 2 and each.ratio > 0 for each in figures)
     assert 0 < figures[0].accepted <= figures[0].drafted
     assert said == ["repeat, 1", "repeat, 3", "chat, 1", "chat, 3"]
+
+
+def test_planted_drafts_are_accepted_as_often_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the steps of a GPU, which on a CPU are called again instead of replayed."""
+    choice = KernelChoice(TorchCpuKernels(), "planted", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
+    monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
+    folder, runners = write_model(tmp_path, tiny_llama()), list[Runner]()
+
+    def observe(runner: Runner) -> Runner:
+        runners.append(runner)
+        return runner
+
+    config = EngineConfig(model=str(folder), dtype="float32", speculative="ngram", max_num_seqs=2, device="cpu")
+    built = build(config, observe=observe, planted_drafts=True)
+    (runner,) = runners
+    assert isinstance(runner, ModelRunner)
+    while not runner.prepared:
+        runner.prepare()
+    said: list[str] = []
+    figures = []
+    counts = []
+    for figure in measure_planted(
+        LLM.over(built), runner, chances=(1.0, 0.0), sizes=(1, 2), repeats=1, num_input=9, num_output=26, num_drafts=4,
+        say=said.append,
+    ):  # fmt: skip
+        figures.append(figure)
+        counters = built.engine.scheduler.counters
+        counts.append((counters.drafted_tokens, counters.accepted_tokens))
+    assert [(each.chance, each.num_requests, len(each.plain_s)) for each in figures] == [
+        (1.0, 1, 1), (1.0, 2, 1), (0.0, 1, 1), (0.0, 2, 1),
+    ]  # fmt: skip
+    assert counts[0][1] >= 20 and counts[1] > counts[0], "25 tokens after the first, in steps of up to 5"
+    assert counts[1][1] == counts[3][1] and counts[3][0] > counts[1][0], "then none is accepted"
+    assert said == ["100% accepted, 1", "100% accepted, 2", "0% accepted, 1", "0% accepted, 2"]
+
+
+def test_a_planted_figure_compares_the_governor_and_a_fixed_number_with_none() -> None:
+    figure = PlantedFigure(0.8, 16, 96, (6.0, 8.0, 9.0), (3.0, 2.0, 3.0), (6.0, 4.0, 9.0))
+    assert (figure.governed, figure.fixed) == (3.0, 1.0)

@@ -4,6 +4,9 @@
     repeat    a request that was answered before, again
     chat      the beginning of a story, another one each time: nothing to repeat
 
+On a GPU also with planted acceptance: whatever is drafted is accepted with a given probability, so that a model with
+random weights shows what drafts gain, with the governor and with a fixed number of drafts.
+
 Both engines answer the same prompts one right after the other, so that what slows the machine slows both; a figure is
 the median of these ratios. The time is that from the first token of a batch to its last: prompts take as long with
 drafts as without. Outputs must be the same, or the measurement fails.
@@ -12,11 +15,13 @@ drafts as without. Outputs must be the same, or the measurement fails.
 import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
+from quire.runner.model_runner import ModelRunner
 
 _PASSAGE = 1500  # characters
 _BEGUN = 80  # of them, repeated in the prompt
@@ -97,6 +102,80 @@ def measure_speculation(
                 sum(turn.drafted for _, turn in counted),
                 sum(turn.accepted for _, turn in counted),
             )
+
+
+class PlantedFigure(NamedTuple):
+    """Planted drafts with one number of requests. Seconds: of a request, from its first token to its last, the mean of
+    all requests, of each repeat."""
+
+    chance: float
+    num_requests: int
+    num_tokens: int  # of one request
+    plain_s: tuple[float, ...]
+    governed_s: tuple[float, ...]
+    fixed_s: tuple[float, ...]  # always as many drafts as allowed
+
+    @property
+    def governed(self) -> float:
+        """How many times as fast with the governor: the median of the repeats."""
+        return _median_ratio(self.plain_s, self.governed_s)
+
+    @property
+    def fixed(self) -> float:
+        return _median_ratio(self.plain_s, self.fixed_s)
+
+
+def _median_ratio(plain_s: Many[float], drafting_s: Many[float]) -> float:
+    return statistics.median(plain / drafting for plain, drafting in zip(plain_s, drafting_s, strict=True))
+
+
+def measure_planted(
+    llm: LLM,  # built with planted drafts
+    runner: ModelRunner,
+    *,
+    chances: Many[float],
+    sizes: Many[int],
+    repeats: int,
+    num_input: int,
+    num_output: int,
+    num_drafts: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[PlantedFigure]:
+    """Figures of every acceptance and number of requests: without drafts, with the governor, and always with as many
+    as allowed, in turns. The first turn of each warms up: the others find their prompts in the prefix cache."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    scheduler = llm.built.engine.scheduler
+    usual = scheduler.policy.speculation
+    policies = [
+        replace(usual, max_drafts=0),
+        *(replace(usual, max_drafts=num_drafts, governed=g) for g in (True, False)),
+    ]
+    vocab_size = llm.built.checkpoint.spec.vocab_size
+    for chance in chances:
+        runner.plant_acceptance(chance)
+        for size in sizes:
+            say(f"{chance:.0%} accepted, {size}")
+            prompts = [_tokens(number, num_input, vocab_size) for number in range(size)]
+            turns: list[list[float]] = []
+            for repeat in range(1 + repeats):
+                seconds = []
+                for policy in policies if repeat else policies[1:2]:
+                    scheduler.replace_speculation(policy, forget=not repeat)
+                    seconds.append(_decode_s(llm, prompts, params))
+                turns.append(seconds)
+            plain_s, governed_s, fixed_s = zip(*turns[1:], strict=True)
+            yield PlantedFigure(chance, size, num_output, plain_s, governed_s, fixed_s)
+
+
+def _tokens(number: int, count: int, vocab_size: int) -> list[int]:
+    return [(7919 * number * number + 104_729 * place + place * place) % vocab_size for place in range(count)]
+
+
+def _decode_s(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    outputs = llm.generate(prompts, params, progress=False)
+    return statistics.mean(
+        (output.metrics.finished_s or 0.0) - (output.metrics.first_token_s or 0.0) for output in outputs
+    )
 
 
 class _Turn(NamedTuple):

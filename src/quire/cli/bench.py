@@ -68,6 +68,17 @@ def _ragged_steps(ctx: click.Context, param: click.Parameter, value: str | None)
         raise click.BadParameter(error.message) from None
 
 
+def _probabilities(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
+    """The numbers of an option such as `0.8,0`."""
+    try:
+        found = tuple(float(word) for word in (value or "").split(",") if word)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers from 0 to 1, such as 0.8,0.") from None
+    if not all(0 <= number <= 1 for number in found):
+        raise click.BadParameter(f"{value!r} has a number outside 0 to 1; write such as 0.8,0.")
+    return found
+
+
 def _model_option(command: Command) -> Command:
     return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(command)
 
@@ -166,7 +177,7 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens in a block.")
 @click.option("--steps", callback=_steps, metavar="STEP,…",
               help="Other steps than the default ones, named as in the table: "
-              "decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40.")  # fmt: skip
+              "decode 24x700, decode 9x10..2000, verify 16x900+4, chunk 300+5000, chunks 3x40.")  # fmt: skip
 @click.option("--beside", type=click.Choice(_BESIDE), help="A library to compare with, interleaved.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
 def kernels(
@@ -244,17 +255,35 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
 @click.option("--temperature", type=FiniteRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--speculative", type=click.Choice(SPECULATIVE), default="auto", show_default=True,
               help="Drafts; off: two engines without, which shows how exact the ratios are.")  # fmt: skip
+@click.option("--planted", "chances", callback=_probabilities, metavar="P,P,…",
+              help="On a GPU, instead of tasks: any draft is accepted with this probability; with the governor and "
+              "without.")  # fmt: skip
+@click.option("--drafts", "num_drafts", type=click.IntRange(1, 7), default=4, show_default=True,
+              help="With --planted: of a request in a step, at most.")  # fmt: skip
+@click.option("--input", "num_input", type=click.IntRange(1), default=512, show_default=True,
+              help="With --planted: tokens of each prompt.")  # fmt: skip
+@click.option("--load-format", type=click.Choice(("auto", "dummy")), default="auto", show_default=True,
+              help="dummy: random weights.")  # fmt: skip
+@click.option("--device", type=click.Choice(("cpu", "cuda")), help="[default: cpu; with --planted: cuda]")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of the table.")
-def speculation(model: str | None, threads: int | None, **given: object) -> None:
+def speculation(
+    model: str | None, threads: int | None, device: str | None, load_format: str, chances: tuple[float, ...],
+    sizes: tuple[int, ...], num_input: int, num_output: int, **given: object,
+) -> None:  # fmt: skip
     """Speed of the engine with speculative decoding over that without, on real text, in turns."""
     from quire.cli.load_model import open_named
 
-    opened = open_named(model, {"device": "cpu", "threads": threads})
+    given |= {"sizes": sizes, "num_input": num_input, "num_output": num_output, "chances": chances}
+    chosen: dict[str, object] = {"device": device or "cpu", "threads": threads, "load_format": load_format}
+    if chances:
+        chosen |= {"device": device or "cuda", "speculative": "ngram", "max_num_seqs": max(sizes),
+                   "max_model_len": num_input + num_output}  # fmt: skip
+    opened = open_named(model, chosen)
     with loading_status():
-        from quire.cli.bench_engine import speculation as work
+        from quire.cli import bench_engine
 
-    work(opened, given)
+    (bench_engine.planted_speculation if chances else bench_engine.speculation)(opened, given)
 
 
 @click.command("first-token", hidden=True)

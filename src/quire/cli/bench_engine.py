@@ -369,6 +369,43 @@ def speculation(model: NamedModel, given: Mapping[str, object]) -> None:
         out.print(table)
 
 
+def planted_speculation(model: NamedModel, given: Mapping[str, object]) -> None:
+    from quire.bench.speculation import measure_planted
+
+    runners: list[Runner] = []
+
+    def observe(runner: Runner) -> Runner:
+        runners.append(runner)
+        return runner
+
+    built = start(model, report=True, observe=observe, planted_drafts=True)
+    (runner,) = runners
+    assert isinstance(runner, ModelRunner), runner
+    table = Table("accepted", "requests", "ms per token without", "times as fast with the governor",
+                  f"always {given['num_drafts']} drafts", title=built.name, title_justify="left")  # fmt: skip
+    figures = measure_planted(
+        LLM.over(built),
+        runner,
+        chances=given["chances"],  # type: ignore[arg-type]  # as the command line has checked them
+        sizes=given["sizes"],  # type: ignore[arg-type]
+        repeats=int(str(given["repeats"])),
+        num_input=int(str(given["num_input"])),
+        num_output=int(str(given["num_output"])),
+        num_drafts=int(str(given["num_drafts"])),
+        say=lambda line: err.print(line, style="dim"),
+    )
+    for each in figures:
+        if given["as_json"]:
+            facts = {"governed": each.governed, "fixed": each.fixed, "model": built.name, "settings": settings(built)}
+            device = built.machine.device
+            print(json.dumps({**each._asdict(), **facts, **environment(sys.argv[1:], device)}), flush=True)
+        plain_ms = 1000 * statistics.median(each.plain_s) / (each.num_tokens - 1)
+        table.add_row(f"{each.chance:.0%}", str(each.num_requests), f"{plain_ms:.2f}", f"{each.governed:.2f}",
+                      f"{each.fixed:.2f}")  # fmt: skip
+    if not given["as_json"]:
+        out.print(table)
+
+
 def compare_transformers(model: NamedModel, given: Mapping[str, object]) -> None:
     import transformers  # optional
 

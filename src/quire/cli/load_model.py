@@ -36,7 +36,11 @@ def open_named(model: str | None, given: Mapping[str, object]) -> NamedModel:
 
 
 def start(
-    model: NamedModel, *, report: bool, observe: Callable[[Runner], Runner] = lambda runner: runner
+    model: NamedModel,
+    *,
+    report: bool,
+    observe: Callable[[Runner], Runner] = lambda runner: runner,
+    planted_drafts: bool = False,
 ) -> "BuiltEngine":
     """The engine. With `report`, a line per phase; a progress bar on a terminal in any case."""
     from quire.engine.build import build
@@ -45,7 +49,7 @@ def start(
         err.print(headline(model.config))
     with progress_bars() as bars:
         reporter = StartupReporter(bars.fetched, bars.loaded, _show_phase if report else lambda phase: None)
-        return build(model.config, reporter, observe, opened=model.opened)
+        return build(model.config, reporter, observe, opened=model.opened, planted_drafts=planted_drafts)
 
 
 def headline(config: EngineConfig) -> str:
