@@ -48,6 +48,18 @@ def test_the_least_lost_work_is_preempted() -> None:
     bench.run()
 
 
+def test_the_lost_work_of_a_group_is_that_of_all_its_rows() -> None:
+    """Each of its two rows has computed less than the single one, both together more."""
+    bench = Bench(blocks=14, block_size=4, rows=4)
+    bench.add([1] * 7, 30)
+    first, _ = bench.add_group([2] * 8, 20, 2)
+    single = bench.add([3] * 12, 20)
+    while bench.num_preemptions == 0:
+        bench.turn()
+    assert (first.group.num_preemptions, single.group.num_preemptions) == (0, 1)
+    bench.run()
+
+
 def test_tokens_of_a_preempted_sequence_are_kept() -> None:
     bench = Bench(blocks=6, block_size=2, rows=2)
     bench.add([1, 1], 9)

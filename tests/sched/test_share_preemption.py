@@ -140,6 +140,17 @@ def test_a_search_is_repeated_when_a_waiting_request_needs_fewer_rows() -> None:
     assert [each.group.num_preemptions for each in (*immune, *other)] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("count", "num_taken"), [(3, 3), (4, 0)])
+def test_a_group_gets_its_rows_if_all_of_them_are_within_the_share(count: int, num_taken: int) -> None:
+    """Three of seven rows. A group of four waits until rows come free by themselves, though four could be spared."""
+    bench = Bench(blocks=400, rows=7, policy=policy_of())
+    flood(bench, 7)
+    bench.turns(4)
+    first, *_ = bench.add_group([7], LENGTH, count, tenant="quiet")
+    bench.turns(6)
+    assert (first.row is not None, bench.scheduler.counters.share_preemptions) == (num_taken > 0, num_taken)
+
+
 def test_a_row_is_waited_for_before_it_is_taken() -> None:
     bench = Bench(blocks=400, rows=2, policy=policy_of(OrderPolicy()))
     flood(bench, 4)

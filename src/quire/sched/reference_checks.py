@@ -188,8 +188,12 @@ class _CheckedPreemption(Preemption):
         first = min(running, key=lambda each: (each.request.priority, each.request.tenant in above, each.order))
         others = [each for each in running if each is not first and self._is_preemptible(each)]
         rivals = {each.request.priority for each in others if each.request.tenant in above and state.num_freed(each)}
+        lost = {each: self._num_computed(each) for each in others if state.num_freed(each)}
         found = super().preempt_for_block(by)
         for victim in running - self._running():
+            rank = (victim.request.priority, victim.request.tenant in above)
+            least = min(lost[each] for each in lost if (each.request.priority, each.request.tenant in above) == rank)
+            assert lost[victim] == least, f"{victim} lost {lost[victim]} positions, another would have lost {least}"
             assert victim is not first, f"{victim} was preempted for a block, and comes first"
             fair = victim.request.tenant in above or victim.request.priority not in rivals
             assert fair, f"{victim} was preempted for a block, and tenants {above} are above their shares"
