@@ -2,7 +2,6 @@
 #pragma once
 #include <vector>
 
-#include "amx.h"
 #include "pack.h"
 #include "strip_tiles.h"
 #include "thread_pool.h"
@@ -34,14 +33,6 @@ struct QuantizedPanel {
     static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
         quantized_tile<F, kTokens, kVectors>(panel, 4 * row, x.quantized.from(token, x.width), x.width, out, stride);
     }
-    static int64_t matrix_unit(const uint8_t* panel, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
-#if defined(__AMX_INT8__)
-        return amx_panel<F>(panel, x, token, end, out, stride);
-#else
-        (void)panel, (void)x, (void)end, (void)out, (void)stride;
-        return token;
-#endif
-    }
     // Whether panels with `rows` rows in all are done, strip by strip.
     static bool strips(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
         if constexpr (kStripProducts)
@@ -58,16 +49,12 @@ struct PlainPanel {
     static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
         plain_tile<F, kTokens, kVectors>(panel, row, x.values + token * x.width, x.width, out, stride);
     }
-    static int64_t matrix_unit(const uint8_t*, const Rows&, int64_t token, int64_t, float*, int64_t) { return token; }
     static bool strips(const uint8_t*, int, const Rows&, int64_t, int64_t, float*, int64_t) { return false; }
 };
 
 // A panel for all tokens from `token` to `end`: as many at once as registers allow.
 template <class Panel>
 static void multiply_panel(const uint8_t* panel, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
-    const int64_t left = Panel::matrix_unit(panel, x, token, end, out, stride);  // its tokens are done
-    out += (left - token) * stride;
-    token = left;
     auto strips = [&](auto count) {
         constexpr int n = decltype(count)::value;
         for (; token + n <= end; token += n, out += n * stride)

@@ -20,14 +20,10 @@ static inline int32_t two_words(const int8_t* p) {
 
 struct Simd {
     static constexpr int kLanes = 16;
-    static constexpr int kMaxTokens = 8;
+    static constexpr int kMaxTokens = 4;  // more are strips
     static constexpr int kMaxPlainTokens = 8;
     static constexpr int kProductRows = 6, kProductColumns = 4;  // sums of a float32 product, in registers
-#if defined(__AMX_INT8__)
-    static constexpr int kCodeBytes = 4;  // of an activation
-#else
-    static constexpr int kCodeBytes = 2;
-#endif
+    static constexpr int kCodeBytes = 2;  // of an activation
     using Int = __m512i;
     using Float = __m512;
     using Bytes = __m512i;
@@ -92,11 +88,6 @@ struct Simd {
     static inline void store_codes(int8_t* group, int at, Int x) {
         const __m256i words = _mm512_cvtsepi32_epi16(x);
         _mm256_storeu_si256((__m256i*)(group + 2 * at), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
-#if defined(__AMX_INT8__)  // and its bytes, in a plane of the high and one of the low ones
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-        _mm_storeu_si128((__m128i*)(group + 64 + at), _mm512_cvtepi32_epi8(high));
-        _mm_storeu_si128((__m128i*)(group + 96 + at), _mm512_cvtepi32_epi8(x));
-#endif
     }
     static inline Float power_of_two(Int exponent) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23));

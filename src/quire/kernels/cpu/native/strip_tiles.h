@@ -40,7 +40,7 @@ static inline void each_strip(int64_t token, int64_t end, const Body& body) {
     strips(std::integral_constant<int, 1>{});
 }
 
-#if (defined(__AVX512F__) || defined(__AVX2__)) && !defined(__AMX_INT8__)
+#if defined(__AVX2__)
 
 constexpr bool kStripProducts = true;
 constexpr int kStripVectors = 2;
