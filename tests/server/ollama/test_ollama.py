@@ -80,6 +80,15 @@ def test_a_chat_and_a_generation_whole_and_streamed(http: httpx.Client) -> None:
             assert last[name] == answer[name] > 0
 
 
+def test_curl_without_a_content_type_but_no_form_of_a_page(http: httpx.Client) -> None:
+    body, form = json.dumps({"model": MODEL, "prompt": "hi", "stream": False}), "application/x-www-form-urlencoded"
+    assert http.post("/api/generate", content=body, headers={"content-type": form}).status_code == 200
+    for name, value in {"origin": str(http.base_url).rstrip("/"), "sec-fetch-site": "cross-site"}.items():
+        assert http.post("/api/generate", content=body, headers={"content-type": form, name: value}).status_code == 415
+    assert http.post("/api/generate", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    assert http.post("/v1/completions", content=body, headers={"content-type": form}).status_code == 415
+
+
 def test_a_prompt_without_the_template(http: httpx.Client) -> None:
     answer = whole(http, "/api/generate", {"prompt": "hi", "raw": True})
     assert (answer["response"], answer["prompt_eval_count"]) == (PLAIN, 1)

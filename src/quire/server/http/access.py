@@ -35,6 +35,7 @@ PUBLIC = frozenset({"/health", "/ready"})
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:-]+")
 _PORT = re.compile(r":\d*\Z")
 _JSON = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
+_BROWSER_HEADERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"}
 _KEY_HEADERS = {b"authorization", b"x-api-key"}
 
 # Endings that no registry of public names delegates: no stranger can let such a name resolve to this server.
@@ -170,7 +171,7 @@ class AccessCheck:
     def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         kind = headers.get(b"content-type")
         coding = headers.get(b"content-encoding", b"").strip().lower()
-        if kind is not None and not _JSON.fullmatch(kind) and self._reads_body(scope):
+        if kind is not None and not _JSON.fullmatch(kind) and self._reads_body(scope) and not _is_curl(scope, headers):
             raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
         if coding not in (b"", b"identity") and self._reads_body(scope):
             raise UnsupportedMediaType(
@@ -186,6 +187,13 @@ class AccessCheck:
         holds."""
         served = (route.matches(scope)[0] is Match.FULL for route in self._app.routes)
         return scope["method"] in ("POST", "PUT", "PATCH") and any(served)
+
+
+def _is_curl(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Ollama's users send `curl -d`, whose content type is that of a form. A page of another origin can send such a
+    body, too, but no browser does so without one of these headers."""
+    form = headers.get(b"content-type", b"").strip().lower() == b"application/x-www-form-urlencoded"
+    return form and route_path(scope).startswith("/api/") and headers.keys().isdisjoint(_BROWSER_HEADERS)
 
 
 def is_loopback(host: str) -> bool:
