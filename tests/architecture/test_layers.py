@@ -20,7 +20,7 @@ PACKAGES = (
     *("formats", "catalog", "workload", "text", "grammar", "output_parsing"),
 )
 SERVER_BROKEN = "A file of the server imports only from layers below it BROKEN"
-SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "ollama", "batch")
+SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "ollama", "llamacpp", "batch")
 SERVER_FILES = (
     *("async_engine", "engine_state", "engine_supervisor", "admission", "metrics", "grammar_precompiler"),
     *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),

@@ -24,6 +24,7 @@ def test_each_endpoint_has_an_example() -> None:
     paths = {re.sub(r"https?://[^/]*", "", word) for command in COMMANDS for word in command.split() if "://" in word}
     assert paths >= {
         "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags", "/api/ps",
+        "/completion", "/props", "/slots",
         "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/", "/generate", "/generate_stream", "/info",
     }  # fmt: skip
 

@@ -24,6 +24,8 @@ from quire.server.context import ServerState
 from quire.server.examples import EXAMPLES
 from quire.server.http.errors import HANDLERS, is_ollama
 from quire.server.http.request_context import context_of, route_path
+from quire.server.llamacpp import completion as llamacpp
+from quire.server.llamacpp.completion import InfillBody, LlamacppCompletionBody
 from quire.server.ollama import generate as ollama
 from quire.server.ollama import models as ollama_models
 from quire.server.ollama.generate import OllamaChatBody, OllamaGenerateBody
@@ -172,6 +174,12 @@ TGI = (
     Endpoint("POST", "/generate_stream", tgi.generate_stream, "TGI: stream text.", GenerateBody, generates=True),
     Endpoint("GET", "/info", tgi.info, "Model info in TGI's format."),
 )
+LLAMACPP = (
+    Endpoint("POST", "/completion", llamacpp.completion, "llama.cpp: text.", LlamacppCompletionBody, generates=True),
+    Endpoint("POST", "/infill", llamacpp.infill, "llama.cpp: fill in the middle.", InfillBody, generates=True),
+    Endpoint("GET", "/props", llamacpp.props, "llama.cpp: properties of the server."),
+    Endpoint("GET", "/slots", llamacpp.slots, "llama.cpp: rows of the batch."),
+)
 OLLAMA = (
     Endpoint("POST", "/api/chat", ollama.chat, "Ollama: continue a conversation.", OllamaChatBody, generates=True),
     Endpoint("POST", "/api/generate", ollama.generate, "Ollama: generate.", OllamaGenerateBody, generates=True),
@@ -207,7 +215,7 @@ ADMIN = (
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
-ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *OLLAMA, *TOKENIZER, *MONITORING, *ADMIN)
+ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *OLLAMA, *LLAMACPP, *TOKENIZER, *MONITORING, *ADMIN)
 STATIC_ROUTES = static_routes()
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)

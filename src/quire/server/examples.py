@@ -72,6 +72,8 @@ EXAMPLES: Mapping[str, Mapping[str, dict[str, object]]] = {
     "/api/embeddings": {"a text": {"prompt": "A river."}},
     "/api/show": {"the served model": {}},
     "/api/pull": {"the default model": {"model": "smollm2-135m-instruct"}},
+    "/completion": {"a prompt": {"prompt": "The capital of France is", "n_predict": 16}},
+    "/infill": {"a gap": {"input_prefix": "def add(a, b):\n", "input_suffix": "\n\nadd(1, 2)", "n_predict": 16}},
     "/tokenize": {"a text": {"prompt": "Hello world"}},
     "/detokenize": {"two tokens": {"tokens": [19556, 905]}},
     "/apply-template": {"a question": {"messages": _QUESTION}},

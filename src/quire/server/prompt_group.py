@@ -1,11 +1,13 @@
 """Prompt group: several prompts of one HTTP request as one stream. A single prompt is a plain `RequestStream`.
 
-Also the embeddings of several prompts, in their order.
+Also the embeddings of several prompts, in their order; and the prompt for the middle of a text, in the order that
+Qwen2.5-Coder, StarCoder, DeepSeek-Coder, CodeGemma and Code Llama were trained on: prefix, suffix, middle.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.core.ids import FloatArray
@@ -15,6 +17,7 @@ from quire.server.async_engine import AsyncEngine, RequestStream, StreamItem
 from quire.server.context import ServedModel
 from quire.server.request.params import GenerationRequest, keeps_start, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
+from quire.text.tokenizer import Tokenizer
 
 
 def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
@@ -144,3 +147,55 @@ def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:
             f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}.", param="dimensions"
         )
     return unit(vector[:dimensions])
+
+
+_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+_FILE_SEPARATORS = ("<|file_sep|>", "<file_sep>", "<file-sep>")
+
+
+class OtherFile(NamedTuple):
+    """Text of another file, as context."""
+
+    name: str
+    text: str
+
+
+def fills_in_middle(tokenizer: Tokenizer | None) -> bool:
+    """Whether a model has the tokens."""
+    return tokenizer is not None and _marks(tokenizer) is not None
+
+
+def middle_ids(
+    model: ServedModel, before: str, after: str, *, param: str, others: Sequence[OtherFile] = ()
+) -> list[int]:
+    """The prompt for the text between `before` and `after`. Slow for long texts: call it on a thread."""
+    tokenizer = model.text()
+    marks = _marks(tokenizer)
+    if marks is None:
+        raise InvalidParameter(
+            f"{param} needs a model with fill-in-the-middle tokens, which {model.name} does not have; omit it, or send "
+            f"the text that comes after as part of the prompt.",
+            param=param,
+        )
+    separator = next(
+        (each for each in _FILE_SEPARATORS if tokenizer.token_to_id(each) is not None), "\n\n--- file ---\n"
+    )
+    context = "".join(f"{separator}{other.name}\n{other.text}\n" for other in others)
+    model.checked_text(context + before + after, param)
+    parts = tokenizer.encode_batch([context, before, after], add_special_tokens=False)
+    begin = tokenizer.encode("", add_special_tokens=True)
+    return [*begin, *parts[0], marks[0], *parts[1], marks[1], *parts[2], marks[2]]
+
+
+def _marks(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
+    for names in _TOKENS:
+        first, second, third = (tokenizer.token_to_id(name) for name in names)
+        if first is not None and second is not None and third is not None:
+            return first, second, third
+    return None

@@ -232,7 +232,6 @@ def test_the_models(http: httpx.Client) -> None:
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "reads text only"),
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "reads text only"),
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context is not served here; send the conversation"),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix is not served here"),
         ("/api/chat", {"messages": user("x"), "options": {"temperature": 9}}, 400, "options.temperature must be"),
         ("/api/chat", {"messages": user("x"), "options": {"mirostat": 2}}, 400, "options.mirostat is not served here"),
         ("/api/chat", {"messages": user("x"), "format": "xml"}, 400, "format is 'xml'"),

@@ -166,7 +166,7 @@ def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Clien
     response = http.get("/openapi.json").json()
     assert set(response["paths"]) == {
         *(each.path.replace(":path", "") for each in ENDPOINTS if each.in_schema and each.path[:4] in ("/v1/", "/api")),
-        "/", "/generate", "/generate_stream", "/info", "/api/chat",
+        "/", "/generate", "/generate_stream", "/info", "/api/chat", "/completion", "/infill", "/props", "/slots",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version", "/engine/state",
         "/requests/{request_id}/explain", "/engine/requests/{number}/explain",

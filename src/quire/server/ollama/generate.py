@@ -23,7 +23,7 @@ from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import JSON_LINES, Events, json_response, run_inline_if_short, stream, until_disconnect
 from quire.server.ollama.response import OllamaResponse
-from quire.server.prompt_group import submit
+from quire.server.prompt_group import middle_ids, submit
 from quire.server.request.decode import read
 from quire.server.request.params import (
     GenerationRequest,
@@ -282,7 +282,6 @@ async def generate(state: ServerState, request: Request) -> Response:
 
 def _check(body: OllamaGenerateBody) -> None:
     refused = {
-        "suffix": "send the text that comes after as part of the prompt",
         "template": "the server runs the model's own; with raw the prompt is used as it is",
         "context": "send the conversation to /api/chat",
     }
@@ -304,7 +303,7 @@ async def _respond(
     model = state.model
     name = check_name(model, body.model)
     with rename_error_params(PARAM_NAMES):
-        if isinstance(body, OllamaGenerateBody) and body.raw:
+        if isinstance(body, OllamaGenerateBody) and (body.raw or body.suffix):
             output = await _start_raw(state, body)
         else:
             model.check_length(len(body.messages or []) if isinstance(body, OllamaChatBody) else 1)
@@ -348,17 +347,22 @@ async def _start_chat(
 
 
 async def _start_raw(state: ServerState, body: OllamaGenerateBody) -> ChatStream:
-    """A text to continue, without the chat template and without parsing of the output."""
+    """A text to continue, or one before a suffix, without the chat template and without parsing of the output."""
     model = state.model
+    prompt, suffix = body.prompt or "", body.suffix
     completion = CompletionBody(
         **sampling_fields(body.options or OllamaOptions()),
-        prompt=body.prompt or "",
+        prompt=prompt,
         stream=body.stream is not False,
         response_format=response_format(body.format),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     generation = await constrain(completion_generation(completion, model), model)
-    ids = await model.text_threads.run(model.prompt_ids, body.prompt or "", "prompt")
+
+    def prompt_ids() -> list[int]:
+        return middle_ids(model, prompt, suffix, param="suffix") if suffix else model.prompt_ids(prompt, "prompt")
+
+    ids = await model.text_threads.run(prompt_ids)
     generation = clamp_max_tokens(generation, len(ids), model)
     tokens = submit(state.engine, ids, generation, streaming=generation.stream)
     return ChatStream(model, ChatPrompt([]), ids, [ModelFormat().parser(tools=(), parallel=True, prompt="")], tokens)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.core.errors import InvalidPrompt
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.server.chat.logprobs import CompletionLogprobs, TokenText, prompt_logprobs_json
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
 from quire.server.openai.chunks import ChunkHeader, ChunkWriter, running_usage, usage
-from quire.server.prompt_group import PromptGroup
+from quire.server.prompt_group import PromptGroup, middle_ids
 from quire.server.request.decode import read
 from quire.server.request.params import (
     GenerationRequest,
@@ -66,7 +67,9 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedM
     prompts = []
     for prompt in prompt_list(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
-        if isinstance(prompt, str):
+        if body.suffix:
+            whole = _with_suffix(prompt, body.suffix, model)
+        elif isinstance(prompt, str):
             truncated = body.truncate_prompt_tokens is not None
             whole = model.prompt_ids(prompt, "prompt", add_special_tokens=special, truncated=truncated)
         else:
@@ -80,6 +83,12 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedM
                 echo = "" if model.tokenizer is None else decode_whole(model.tokenizer, ids)
         prompts.append(CompletionPrompt(ids, echo))
     return prompts
+
+
+def _with_suffix(prompt: str | list[int], suffix: str, model: ServedModel) -> list[int]:
+    if not isinstance(prompt, str):
+        raise InvalidPrompt("suffix needs a prompt of text, not of token ids.", param="prompt")
+    return middle_ids(model, prompt, suffix, param="suffix")
 
 
 async def _events(

@@ -85,6 +85,7 @@ class Legacy(Struct, kw_only=True):
     """Fields that are refused unless they are empty."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other bodies, and their replacement in this one
+    served: ClassVar[tuple[str, ...]] = ()  # fields of these that this body reads
 
     guided_json: Refused = None
     guided_regex: Refused = None
@@ -125,7 +126,12 @@ class Legacy(Struct, kw_only=True):
 def refuse_legacy(body: Legacy) -> None:
     for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
         value = getattr(body, name)
-        if value is not None and value is not False and value not in (*_EMPTY, *_NO_EFFECT.get(name, ())):
+        if (
+            name not in body.served
+            and value is not None
+            and value is not False
+            and value not in (*_EMPTY, *_NO_EFFECT.get(name, ()))
+        ):
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
 
 
@@ -282,9 +288,12 @@ class ChatBody(SamplingBody, kw_only=True):
 class CompletionBody(SamplingBody, kw_only=True):
     """The body of POST /v1/completions: one prompt or many, each a text or a list of token ids."""
 
+    served: ClassVar[tuple[str, ...]] = ("suffix",)
+
     prompt: str | list[str | int | list[int]]
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
 
 
 class TemplateBody(Struct, kw_only=True):
