@@ -21,7 +21,7 @@ def _quire(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @needs_full
-@pytest.mark.parametrize("line", ["--version", "--help", "models", "models --json", "check --steps 20"])
+@pytest.mark.parametrize("line", ["--version", "--help", "list", "list --json", "check --steps 20"])
 def test_a_full_disk_is_one_sentence(line: str) -> None:
     result = _quire(f">{FULL}", *line.split())
     assert result.returncode == 1
@@ -38,13 +38,13 @@ def test_a_journal_on_a_full_disk_is_named(quire: Shell) -> None:
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_the_null_device(closed: str) -> None:
-    result = _quire(closed, "models", "--json")
+    result = _quire(closed, "list", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     assert (result.stdout == "") == (">&-" in closed.split())
 
 
 def test_a_closed_pipe_gets_no_traceback() -> None:
-    result = _quire("| :", "models", "--json")
+    result = _quire("| :", "list", "--json")
     assert result.stderr == ""
 
 
