@@ -167,6 +167,7 @@ def test_output_items_are_accepted_as_input(client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call", "name": "f", "arguments": {}}]}, "input[0]"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"temperature": -1}, "temperature"),
+        ({"metadata": {"k": "v" * (1 << 20)}}, "metadata"),  # a response would repeat it in each event
     ],
 )
 def test_unsupported_requests_are_refused_before_the_first_byte(
