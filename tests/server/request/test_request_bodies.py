@@ -14,7 +14,7 @@ from quire.server.anthropic.messages import MessagesBody
 from quire.server.anthropic.messages import as_chat as messages_as_chat
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.openai.responses_input import as_chat as responses_as_chat
-from quire.server.request.decode import MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, decode, nests_deeper, size_of
+from quire.server.request.decode import MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, JsonSize, decode, nests_deeper, size_of
 from quire.server.request.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -192,6 +192,8 @@ def test_a_body_that_would_take_ten_times_its_bytes_is_refused(kind: type[msgspe
     assert f"a request may bring {MAX_OBJECTS} and {MAX_STRINGS}" in refused(json.dumps(many).encode(), kind).message
     strings = {**CHAT, "prompt": "hi", "metadata": [""] * MAX_STRINGS}
     assert f"{MAX_STRINGS} strings" not in refused(json.dumps(strings).encode(), kind).message
+    blocks = b"[" + b"{}," * (1 << 20)
+    assert MAX_OBJECTS < size_of(blocks, JsonSize(9, MAX_OBJECTS, 9)).num_objects < 2 * MAX_OBJECTS, "no more is read"
     code = {**CHAT, "prompt": '{"a": ["b", {}]} ' * MAX_OBJECTS}
     assert decode(json.dumps(code).encode(), kind), "text may have any brackets"
 

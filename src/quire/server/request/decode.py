@@ -36,8 +36,9 @@ class JsonSize(NamedTuple):
     num_strings: int
 
 
-def size_of(body: bytes) -> JsonSize:
-    """In linear time, with little memory, and block by block: other threads run in between."""
+def size_of(body: bytes, most: JsonSize | None = None) -> JsonSize:
+    """In linear time, with little memory, and block by block: other threads run in between. Beyond `most` nothing is
+    counted any more."""
     num_quotes = depth = deepest = num_objects = 0
     for marks in _marks(body):
         block = np.frombuffer(marks, np.uint8)
@@ -46,6 +47,8 @@ def size_of(body: bytes) -> JsonSize:
         depths = depth + np.cumsum(steps)
         num_objects += int(np.count_nonzero(steps > 0))
         num_quotes, depth, deepest = int(quotes[-1]), int(depths[-1]), max(deepest, int(depths.max()))
+        if most is not None and (deepest > most[0] or num_objects > most[1] or num_quotes // 2 > most[2]):
+            break
     return JsonSize(deepest, num_objects, num_quotes // 2)
 
 
@@ -82,7 +85,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 def decode(body: bytes, kind: type[Kind]) -> Kind:
     """A body of this kind, or an error that names the field."""
     if len(body) > MAX_OBJECTS or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_size(size_of(body))
+        _check_size(size_of(body, JsonSize(MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS)))
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -99,7 +102,7 @@ def _check_size(size: JsonSize) -> None:
         raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
     if size.num_objects > MAX_OBJECTS or size.num_strings > MAX_STRINGS:
         raise InvalidPrompt(
-            f"The body has {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
+            f"The body has at least {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
             f"bring {MAX_OBJECTS} and {MAX_STRINGS}."
         )
 
