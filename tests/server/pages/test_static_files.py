@@ -154,7 +154,10 @@ ALL_EXAMPLES = [(path, name) for path, examples in EXAMPLES.items() for name in 
 )
 def test_every_example_of_the_openapi_document_works(client: httpx.Client, path: str, name: str) -> None:
     response = client.post(path, json=EXAMPLES[path][name], headers={"authorization": f"Bearer {KEY}"})
-    assert response.status_code == 200, response.text
+    if path == "/infill":  # tests/server/llamacpp has a model with such tokens
+        assert response.status_code == 400 and "fill-in-the-middle" in response.text
+    else:
+        assert response.status_code == 200, response.text
 
 
 def test_the_openapi_document_has_an_example_of_every_body(client: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
 from quire.server.openai.chunks import ChunkHeader, ChunkWriter, running_usage, usage
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, chat_generation
+from quire.server.request.params import GenerationRequest, allow_minus_one, chat_generation
 from quire.server.request.schema import ChatBody
 
 Body = dict[str, object]
@@ -23,6 +23,7 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
     body = await read(request, ChatBody)
     model = state.model
     model.check_model(body.model)
+    allow_minus_one(body)
     with rename_error_params({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation, prompt = chat_generation(body, model), chat_prompt(body)
         chat = await start_chat(state.engine, model, prompt, generation, truncate=body.truncate_prompt_tokens)

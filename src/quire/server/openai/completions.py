@@ -16,6 +16,7 @@ from quire.server.prompt_group import PromptGroup, middle_ids
 from quire.server.request.decode import read
 from quire.server.request.params import (
     GenerationRequest,
+    allow_minus_one,
     completion_generation,
     constrain,
     prompt_list,
@@ -43,6 +44,7 @@ async def completions(state: ServerState, request: Request) -> Response:
     model = state.model
     model.check_model(body.model)
     with rename_error_params(_PARAM_NAMES):
+        allow_minus_one(body)
         generation = completion_generation(body, model)
         generation = await constrain(generation, model)
         prompts = await model.text_threads.run(_prompts, body, generation, model)

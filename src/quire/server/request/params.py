@@ -51,8 +51,8 @@ class GenerationRequest:
 
 
 def completion_generation(body: CompletionBody, model: ServedModel) -> GenerationRequest:
-    """The request of a completion. max_tokens unset is OpenAI's 16; null or -1 is the rest of the context."""
-    max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else _rest_if_negative(body.max_tokens)
+    """The request of a completion. max_tokens unset is OpenAI's 16; null is the rest of the context."""
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
@@ -61,10 +61,10 @@ def completion_generation(body: CompletionBody, model: ServedModel) -> Generatio
 
 
 def chat_generation(body: ChatBody, model: ServedModel) -> GenerationRequest:
-    """The request of a chat. max_tokens unset or -1 is the rest of the context."""
-    max_tokens = None if body.max_tokens is UNSET else _rest_if_negative(body.max_tokens)
+    """The request of a chat. max_tokens unset is the rest of the context."""
+    max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
-        max_tokens = _rest_if_negative(body.max_completion_tokens)
+        max_tokens = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs requires logprobs: true.", param="top_logprobs")
     if body.top_logprobs is not None:
@@ -74,9 +74,12 @@ def chat_generation(body: ChatBody, model: ServedModel) -> GenerationRequest:
     )
 
 
-def _rest_if_negative(max_tokens: int | None) -> int | None:
-    """-1 means the rest of the context to clients of llama.cpp and LM Studio."""
-    return None if max_tokens == -1 else max_tokens
+def allow_minus_one(body: CompletionBody | ChatBody) -> None:
+    """A limit of -1 means the rest of the context to clients of llama.cpp and LM Studio, which use OpenAI's routes."""
+    if body.max_tokens == -1:
+        body.max_tokens = None
+    if isinstance(body, ChatBody) and body.max_completion_tokens == -1:
+        body.max_tokens = body.max_completion_tokens = None
 
 
 def _generation(
