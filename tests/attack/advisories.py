@@ -271,7 +271,7 @@ def bodies() -> list[Case]:
 def amplification() -> list[Case]:
     """S12: counts at and beyond their limits, in every API that has them."""
     numbers = [10**9, 2**31, 2**63, 10**30, -1, 0, True, "4", 1.5, [], {}]
-    fields = [("n", numbers), ("best_of", [10**9, -1]), ("max_tokens", [2**31, 2**63, 10**30, -1, "9"]),
+    fields = [("n", numbers), ("best_of", [10**9, -1]), ("max_tokens", [2**31, 2**63, 10**30, -2, "9"]),
               ("min_tokens", [10**9, -1]), ("logprobs", [10**9, -1]), ("prompt_logprobs", [10**9, -5]),
               ("beam_width", [10**9]), ("top_k", [10**30, "a"]), ("truncate_prompt_tokens", [2**63]),
               ("stop", [["a"] * 1000, "a" * 100_000, [""] * 9]), ("stop_token_ids", [list(range(49_000))]),
@@ -284,7 +284,7 @@ def amplification() -> list[Case]:
         *group(
             "S12", REFUSED,
             chat_n=chat(n=10**9), chat_top_logprobs=chat(logprobs=True, top_logprobs=10**6),
-            chat_max_completion_tokens=chat(max_completion_tokens=-1),
+            chat_max_completion_tokens=chat(max_completion_tokens=-2),
             cost_of_n_and_max_tokens=completion(n=128, max_tokens=8_000, prompt=[1] * 190),
             beams_beyond_n=completion(use_beam_search=True, n=128, beam_width=2),
             detokenize_of_a_negative=http("/detokenize", {"tokens": [-1]}),

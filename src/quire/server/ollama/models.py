@@ -13,6 +13,7 @@ from quire.core.errors import QuireError, shown
 from quire.engine.stats import EngineInfo
 from quire.server.context import ModelSummary, ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
+from quire.server.http.request_context import route_path
 from quire.server.http.sse import json_response, until_disconnect
 from quire.server.ollama.generate import LATEST, OllamaOptions, check_name
 from quire.server.ollama.response import timestamp
@@ -120,8 +121,8 @@ async def pull(state: ServerState, request: Request) -> Response:
 async def refuse(state: ServerState, request: Request) -> Response:
     """Models are not created, copied, pushed or deleted over HTTP."""
     raise ModelRefused(
-        f"{request.url.path:.100} is not served here: models are managed on the server's own machine, with the "
-        f"commands quire pull, quire rm and quire serve."
+        f"{route_path(request.scope):.100} is not served here: models are managed on the server's own machine, with "
+        f"the commands quire pull, quire rm and quire serve."
     )
 
 
