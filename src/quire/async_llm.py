@@ -15,13 +15,13 @@ from typing import TypeVar, Unpack
 from quire.config import SettingsDict, shows_settings
 from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
-from quire.engine.chat_request import chat_options, chat_params, parse_chat
+from quire.engine.chat_request import chat_options, chat_params
 from quire.engine.messages import RequestOptions, RequestOptionsDict, options_of
 from quire.engine.model_format import DeclaredTool
 from quire.engine.output_processor import Prompt
 from quire.engine.outputs import EMBEDDING, Delta, EmbeddingOutput, RequestOutput, ScoringOutput
 from quire.engine.request_state import RequestState
-from quire.llm import LLM, Conversation, as_conversations, as_embedding, as_prompts, pair_scores
+from quire.llm import LLM, Conversation, as_embedding, as_prompts, pair_scores
 
 T = TypeVar("T")
 _Update = Delta | Exception | None  # None: the request has ended
@@ -105,15 +105,9 @@ class AsyncLLM:
             response_format=response_format,
             chat_template_kwargs=chat_template_kwargs,
         )
-        texts = [llm.render_chat(each, chat) for each in as_conversations(messages)]
-        prompts = [llm.chat_ids(text) for text in texts]
-        given = llm.params_for(prompts, llm.chat_defaults() if sampling_params is None else sampling_params)
-        params = [chat_params(each, llm.model_format, chat, text) for each, text in zip(given, texts, strict=True)]
+        texts, prompts, params = llm.chat_prompts(messages, sampling_params, chat)
         outputs = await self._outputs(prompts, params, options_of(options, with_progress=False))
-        for output, text in zip(outputs, texts, strict=True):
-            for completion in output.outputs:
-                parse_chat(completion, llm.model_format, chat, text)
-        return outputs
+        return llm.parse_chats(outputs, texts, chat)
 
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[RequestOptionsDict]

@@ -186,11 +186,24 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+        texts, prompts, params = self.chat_prompts(messages, sampling_params, chat)
+        return self.parse_chats(self._run(prompts, params, options_of(options), progress), texts, chat)
+
+    def chat_prompts(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        chat: ChatOptions,
+    ) -> tuple[list[str], Sequence[Prompt], list[SamplingParams]]:
+        """One conversation or many as texts, token ids and parameters."""
         texts = [self.render_chat(conversation, chat) for conversation in as_conversations(messages)]
         prompts = [self.chat_ids(text) for text in texts]
         given = self.params_for(prompts, self.chat_defaults() if sampling_params is None else sampling_params)
         params = [chat_params(each, self.model_format, chat, text) for each, text in zip(given, texts, strict=True)]
-        outputs = self._run(prompts, params, options_of(options), progress)
+        return texts, prompts, params
+
+    def parse_chats(self, outputs: list[RequestOutput], texts: Sequence[str], chat: ChatOptions) -> list[RequestOutput]:
+        """The outputs with their reasoning and tool calls; `texts`: what was asked."""
         for output, text in zip(outputs, texts, strict=True):
             for completion in output.outputs:
                 parse_chat(completion, self.model_format, chat, text)
