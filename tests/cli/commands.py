@@ -9,6 +9,7 @@ import pytest
 from quire.cli.main import main
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
+PROMPT = "\r\n\x1b[?2004h› "  # of quire chat in a terminal, which is asked to mark what is pasted
 SMALL = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "64MiB")  # quick to start, little memory
 
 

@@ -1,19 +1,15 @@
 """`quire chat` in a real terminal: one conversation through every command."""
 
 import io
+import os
+import re
 from collections.abc import Iterator
-from typing import cast
 
 import pexpect
 import pytest
 
-from quire.cli.chat import ChatSession, PrintedReply
-from quire.core.sampling import SamplingParams
-from quire.llm import LLM
 from tests import children
-from tests.cli.commands import QUIRE, SMALL, Shell
-
-PROMPT = "\r\n› "
+from tests.cli.commands import PROMPT, QUIRE, SMALL, Shell
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +20,7 @@ def terminal(default_model_path: object) -> Iterator["pexpect.spawn[str]"]:
         encoding="utf-8",
         timeout=120,
         dimensions=(40, 100),
+        env={**os.environ, "TERM": "xterm"},
         preexec_fn=children.prepare,
     )
     try:
@@ -66,32 +63,6 @@ def test_control_c_stops_the_reply_and_not_the_program(terminal: "pexpect.spawn[
     assert "Paris" in ask(terminal, "What is the capital of France? Answer in one word.")
 
 
-def test_the_conversation_is_remembered_until_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: list[list[tuple[str, str]]] = []
-
-    class Echo:
-        def chat_prompt(self, messages: list[dict[str, str]]) -> list[tuple[str, str]]:
-            return [(message["role"], message["content"]) for message in messages]
-
-    def print_reply(llm: object, prompt: list[tuple[str, str]], params: object) -> PrintedReply:
-        prompts.append(prompt)
-        return PrintedReply("" if prompt[-1][1] == "silence" else prompt[-1][1].upper(), "stop", 1, 1.0)
-
-    monkeypatch.setattr("quire.cli.chat.print_reply", print_reply)
-    conversation = ChatSession(cast(LLM, Echo()), SamplingParams(), "be brief")
-    assert not conversation.undo()
-    for question in ("one", "silence", "two", "three"):
-        conversation.ask(question)
-    start = [("system", "be brief"), ("user", "one"), ("assistant", "ONE")]
-    assert prompts[-1] == [*start, ("user", "two"), ("assistant", "TWO"), ("user", "three")], "without the empty reply"
-    assert conversation.undo() and conversation.undo()
-    conversation.ask("four")
-    assert prompts[-1] == [*start, ("user", "four")]
-    conversation.set_system("")
-    conversation.ask("five")
-    assert prompts[-1] == [("user", "five")]
-
-
 def test_an_overflow_is_refused_and_the_chat_goes_on(terminal: "pexpect.spawn[str]") -> None:
     ask(terminal, "/clear")
     refused = ask(terminal, "word " * 600)
@@ -104,6 +75,16 @@ def test_a_line_may_continue_in_the_next(terminal: "pexpect.spawn[str]") -> None
     terminal.sendline("What is the capital\\")
     terminal.expect_exact("… ")
     assert "Paris" in ask(terminal, "of France? Answer in one word.")
+
+
+def test_pasted_lines_are_one_message(terminal: "pexpect.spawn[str]") -> None:
+    terminal.send("\x1b[200~What is the capital\rof France?\rAnswer in one word.\x1b[201~")
+    assert "Paris" in ask(terminal, "")
+
+
+def test_the_speed_is_below_each_reply(terminal: "pexpect.spawn[str]") -> None:
+    ask(terminal, "/set max_tokens 3")
+    assert re.search(r"3 tokens · [\d.]+ tok/s · first token \d+ ms", ask(terminal, "Count to ten."))
 
 
 def test_control_d_leaves(terminal: "pexpect.spawn[str]") -> None:

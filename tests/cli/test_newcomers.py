@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import chat, options
-from quire.cli.chat import PrintedReply
+from quire.cli.printed_reply import PrintedReply, ReplyEnd
 from quire.server.batch import runner
 from quire.version import __version__
 from tests import children
@@ -66,7 +66,7 @@ def test_an_interrupted_batch_says_how_it_goes_on(
 def test_a_question_that_gets_no_text_gets_a_hint(
     quire: Shell, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], hinted: bool
 ) -> None:
-    monkeypatch.setattr(chat, "print_reply", lambda *_: PrintedReply("", "stop", 1, 0.1))
+    monkeypatch.setattr(chat, "print_reply", lambda *_, **__: PrintedReply("", ReplyEnd("stop", 1), 0.1, None))
     result = quire("run", "What is the capital of France?", *given, *SMALL)
     assert (result.status, result.out) == (0, "\n")
     assert ("use quire run --chat" in result.err) == hinted

@@ -1,211 +1,212 @@
-"""`quire chat`: a conversation in the terminal. `quire run`: one prompt, its completion on stdout.
+"""`quire chat`: a conversation in the terminal, with a model here or on a server. `quire run`: one prompt.
 
-A reply is streamed. Ctrl-C ends it between two engine steps, never inside one, so that the engine stays consistent; it
-ends the reply of a chat, not the program.
+The lines that are typed, and what each command does. Imports no torch.
 """
 
-import signal
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import FrameType
-from typing import NamedTuple
+from collections.abc import Mapping
+from contextlib import suppress
 
-from quire.cli.console import err
-from quire.cli.load_model import NamedModel, start
-from quire.cli.options import sampling_params
-from quire.core.errors import ContextLengthExceeded, NeverFits, QuireError
-from quire.core.sampling import SamplingParams
-from quire.engine.output_processor import Prompt
-from quire.engine.outputs import failure_of
-from quire.llm import LLM
+from quire.cli.chat_session import ChatSession, saved_names
+from quire.cli.console import err, out
+from quire.cli.printed_reply import ReplyModel, print_reply
+from quire.core.errors import QuireError
 from quire.text.tokenizer import check_text
 
+_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
+_QUOTES = '"""'
+_TOO_LONG = re.compile("context length|KV blocks")
 
-class PrintedReply(NamedTuple):
-    """The text of a reply, its finish reason ("stop", "length", or "abort" after Ctrl-C), or its failure."""
-
-    text: str
-    finish_reason: str | None
-    num_tokens: int
-    seconds: float
-    failure: QuireError | None = None
-
-
-@dataclass(slots=True)
-class StopRequest:
-    """Whether the user has requested the end of the reply."""
-
-    requested: bool = False
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[StopRequest]:
-    """The first Ctrl-C requests a stop. A second one, during a long step, raises KeyboardInterrupt."""
-    stop = StopRequest()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
+HELP = '''\
+  /help              this list
+  /system TEXT       set the system message and start over (no TEXT: none)
+  /set NAME VALUE    change a sampling setting, as in /set temperature 0.5 (no VALUE: its default; no NAME: list them)
+  /model NAME        use another model (no NAME: list them)
+  /save NAME         save the conversation; again without NAME: to the same file
+  /load NAME         continue a saved conversation (no NAME: list them)
+  /clear             forget the conversation
+  /undo              forget the last question and its answer
+  /quit              leave (or Ctrl-D)
+Ctrl-C stops a reply. Several lines: paste them, or put them between """ and """, or end each with \\.'''
 
 
-def print_reply(llm: LLM, prompt: Prompt, params: SamplingParams) -> PrintedReply:
-    """Print a completion as it is generated and return it."""
-    client = llm.client
-    started_s = client.now()
-    with _stop_on_interrupt() as stop:
-        request = client.submit(prompt, params, streaming=True)
+class Chat:
+    """Reads lines and carries them out, until /quit or the end of the input."""
+
+    def __init__(self, model: ReplyModel, session: ChatSession, *, markdown: bool) -> None:
+        self._model = model
+        self._session = session
+        self._markdown = markdown
+
+    def talk(self) -> None:
+        _enable_line_editing()
+        err.print("Type a message, or /help. Ctrl-D leaves.", style="dim")
+        while True:
+            try:
+                line = read_message()
+                if line in ("/quit", "/exit", "/bye"):
+                    return
+                self.handle(line)
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                err.print("Ctrl-D or /quit leaves.", style="dim")
+
+    def handle(self, line: str) -> None:
+        """Carry out a command or send a message. What is wrong is answered in a sentence."""
+        command, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if not line:
+            return
         try:
-            while not request.finished and not stop.requested:
-                for delta in client.step():
-                    print(delta.text, end="", flush=True)
-        finally:
-            if not request.finished:
-                client.abort(request)
-    output = request.output().outputs[0]
-    failure = failure_of(request.sequences[0].finish_reason, len(request.prompt_ids), params)
-    return PrintedReply(output.text, output.finish_reason, len(output.token_ids), client.now() - started_s, failure)
-
-
-HELP = """\
-  /help          this list
-  /system TEXT   set the system message and start over (no TEXT: none)
-  /clear         forget the conversation
-  /undo          forget the last question and its answer
-  /quit          leave (or Ctrl-D)
-Ctrl-C stops a reply. End a line with \\ to go on in the next one."""
-
-
-class ChatSession:
-    """The messages of a conversation."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
-        self._system = system
-        self._messages: list[dict[str, object]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-
-    def set_system(self, text: str) -> None:
-        self._system = text or None
-        self.clear()
-
-    def undo(self) -> bool:
-        """Remove the last question and its reply; whether there was one."""
-        while self._messages and self._messages[-1]["role"] != "system":
-            if self._messages.pop()["role"] == "user":
-                return True
-        return False
+            if not line.startswith("/"):
+                self.ask(line)
+            elif command not in _COMMANDS:
+                err.print(f"There is no {command}; /help lists what there is.", style="red")
+            else:
+                _COMMANDS[command](self, rest)
+        except QuireError as error:
+            err.print(error.message, style="red")
 
     def ask(self, text: str) -> None:
         """Print the reply as it is generated. The text before an interruption stays in the conversation."""
-        self._messages.append({"role": "user", "content": text})
+        messages = self._session.messages
+        messages.append({"role": "user", "content": text})
+        answered = False
         try:
-            reply = print_reply(self._llm, self._llm.chat_prompt(self._messages), self._params)
+            check_text(text)
+            reply = print_reply(self._model, messages, self._session.settings, markdown=self._markdown)
+            if reply.text:
+                messages.append({"role": "assistant", "content": reply.text})
+                answered = True
         except QuireError as error:
-            self._messages.pop()
             err.print(error.message, style="red")
-            if isinstance(error, ContextLengthExceeded | NeverFits):
+            if _TOO_LONG.search(error.message):
                 err.print("/clear or /undo makes room in the conversation.", style="dim")
             return
-        print()
-        if reply.finish_reason == "length":
-            err.print("(cut off: the context or --max-tokens is used up; /clear makes room)", style="dim")
-        elif reply.finish_reason == "abort":
+        finally:
+            if not answered:
+                messages.pop()
+        if not self._markdown:
+            print()
+        if reply.end.failure is not None:
+            err.print(reply.end.failure.message, style="red")
+        elif reply.end.finish_reason == "length":
+            err.print("(cut off: the context or max_tokens is used up; /clear makes room)", style="dim")
+        elif reply.end.finish_reason == "abort":
             err.print("(stopped)", style="dim")
+        err.print(reply.speed, style="dim")
         print(flush=True)
-        if reply.text:
-            self._messages.append({"role": "assistant", "content": reply.text})
-        else:
-            self._messages.pop()
 
-
-def chat(model: NamedModel, given: Mapping[str, object]) -> None:
-    llm = LLM.over(start(model, report=True))
-    llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model without a chat template is refused now
-    params = sampling_params(given, llm.built.checkpoint.defaults)
-    system = given["system"]
-    conversation = ChatSession(llm, params, None if system is None else str(system))
-    with suppress(ImportError):
-        import readline  # noqa: F401  # line editing and history for input()
-    err.print("Type a message, or /help. Ctrl-D leaves.", style="dim")
-    while True:
-        try:
-            line = _read()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-            err.print("Ctrl-D or /quit leaves.", style="dim")
-            continue
-        if line in ("/quit", "/exit"):
-            return
-        _handle(line, conversation)
-
-
-def _handle(line: str, conversation: ChatSession) -> None:
-    command, _, rest = line.partition(" ")
-    if not line:
-        return
-    if command == "/help":
+    def show_help(self, rest: str) -> None:
         err.print(HELP)
-    elif command == "/clear":
-        conversation.clear()
+
+    def clear(self, rest: str) -> None:
+        self._session.clear()
         err.print("Forgotten.", style="dim")
-    elif command == "/undo":
-        forgotten = conversation.undo()
+
+    def undo(self, rest: str) -> None:
+        forgotten = self._session.undo()
         err.print("The last question is forgotten." if forgotten else "There is nothing to forget.", style="dim")
-    elif command == "/system":
-        conversation.set_system(rest.strip())
+
+    def set_system(self, rest: str) -> None:
+        self._session.set_system(rest)
         err.print("A new conversation begins.", style="dim")
-    elif command.startswith("/"):
-        err.print(f"There is no {command}; /help lists what there is.", style="red")
-    else:
-        conversation.ask(line)
+
+    def set(self, rest: str) -> None:
+        name, _, value = rest.replace("=", " ", 1).partition(" ")
+        if name:
+            self._session.set(name, value.strip())
+        settings = self._session.settings
+        shown = " · ".join(f"{name} {value}" for name, value in settings.items()) or "all settings have their defaults"
+        err.print(shown, style="dim")
+
+    def choose_model(self, rest: str) -> None:
+        if rest:
+            self._model.choose(rest)
+        names = self._model.names()
+        others = [name for name in names if name != self._model.name]
+        more = f"; others: {', '.join(others)}" if others else ""
+        err.print(f"{self._model.name} answers{more}.", style="dim")
+
+    def save(self, rest: str) -> None:
+        if not rest and self._session.path is None:
+            err.print("Say under which name: /save NAME.", style="red")
+            return
+        err.print(f"Saved as {self._session.save(rest, self._model.name)}.", style="dim")
+
+    def load(self, rest: str) -> None:
+        if not rest:
+            names = saved_names()
+            err.print(", ".join(names) or "No chat is saved yet; /save NAME saves one.", style="dim")
+            return
+        model = self._session.load(rest)
+        count = sum(message["role"] == "user" for message in self._session.messages)
+        other = "" if model == self._model.name else f" It was with {model}; /model {model} switches."
+        err.print(f"Loaded: {count} questions.{other}", style="dim")
 
 
-def _read() -> str:
-    """One message. A line that ends in a backslash continues in the next one."""
+_COMMANDS = {
+    "/help": Chat.show_help, "/?": Chat.show_help, "/clear": Chat.clear, "/undo": Chat.undo, "/set": Chat.set,
+    "/system": Chat.set_system, "/model": Chat.choose_model, "/save": Chat.save, "/load": Chat.load,
+}  # fmt: skip
+
+
+def _enable_line_editing() -> None:
+    """Line editing and history for input(). A paste of several lines is one message, which Enter sends."""
+    with suppress(ImportError):
+        import readline
+
+        if "GNU" in (readline.__doc__ or ""):  # libedit has no bracketed paste
+            readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def read_message() -> str:
+    """One message. Lines between triple quotes are one, and a line that ends in a backslash continues in the next."""
     prompt = "› " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    more = "… " if prompt else ""
     line = input(prompt)
+    if line.lstrip().startswith(_QUOTES):
+        line = line.lstrip().removeprefix(_QUOTES)
+        while _QUOTES not in line:
+            line += "\n" + input(more)
+        return line.partition(_QUOTES)[0].strip()
     while line.endswith("\\"):
-        line = line[:-1] + "\n" + input("… " if prompt else "")
+        line = line[:-1] + "\n" + input(more)
     return line.strip()
 
 
-_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
+def chat(model: ReplyModel, given: Mapping[str, object]) -> None:
+    system = given["system"]
+    session = ChatSession(None if system is None else str(system), given)
+    markdown = given["markdown"]
+    able = out.is_terminal and not out.is_dumb_terminal
+    Chat(model, session, markdown=able if markdown is None else bool(markdown)).talk()
 
 
-def run(model: NamedModel, prompt: str, given: Mapping[str, object]) -> int:
+def run(model: ReplyModel, text: str, given: Mapping[str, object]) -> int:
     """The exit status."""
-    text = _from_stdin() if prompt == "-" else prompt
-    check_text(text)
-    llm = LLM.over(start(model, report=bool(given["verbose"])))
-    params = sampling_params(given, llm.built.checkpoint.defaults)
-    reply = print_reply(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
+    prompt = [{"role": "user", "content": text}] if given["chat"] else text
+    reply = print_reply(model, prompt, ChatSession(None, given).settings)
     print()
+    end = reply.end
     if given["verbose"]:
-        speed = reply.num_tokens / max(reply.seconds, 1e-9)
-        err.print(f"{reply.num_tokens} tokens · {speed:.1f} tok/s · {reply.finish_reason}", style="dim")
-    if reply.failure is not None:
-        raise reply.failure
-    if not reply.text.strip() and reply.finish_reason == "stop" and not given["chat"]:
+        err.print(f"{reply.speed} · {end.finish_reason}", style="dim")
+    if end.failure is not None:
+        raise end.failure
+    if not reply.text.strip() and end.finish_reason == "stop" and not given["chat"]:
         err.print("The model ended the text at once. To ask it a question, use quire run --chat.", style="dim")
-    return _INTERRUPTED if reply.finish_reason == "abort" else 0
+    return _INTERRUPTED if end.finish_reason == "abort" else 0
 
 
-def _from_stdin() -> str:
-    if sys.stdin.isatty():
-        err.print("Type the prompt; Ctrl-D on an empty line ends it.", style="dim")
-    return sys.stdin.read()
+def read_prompt(prompt: str) -> str:
+    """The prompt of `quire run`; - is stdin."""
+    if prompt == "-":
+        if sys.stdin.isatty():
+            err.print("Type the prompt; Ctrl-D on an empty line ends it.", style="dim")
+        prompt = sys.stdin.read()
+    check_text(prompt)
+    return prompt

@@ -4,6 +4,7 @@
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
@@ -15,18 +16,23 @@ from quire.cli.options import (
     FiniteRange,
     batch_options,
     check_packages,
+    check_remote,
     check_sampling,
     engine_options,
     grouped_options,
     hub_options,
     integer_list,
     name_variables,
+    remote_options,
     sampling_options,
     serving_options,
 )
 from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
 from quire.core.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.cli.printed_reply import ReplyModel
 
 _MANY_OPTIONS = 16  # with so many, the help has groups
 _VARIABLES = (
@@ -167,10 +173,12 @@ def main() -> None:
 @click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"')
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest completion.")
 @click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompt.")
+@remote_options
 @sampling_options
 @engine_options
 @click.option("-v", "--verbose", is_flag=True, help="Print the startup steps, and the speed at the end.")
-def run(words: tuple[str, ...], **given: object) -> None:
+@click.pass_context
+def run(ctx: click.Context, /, words: tuple[str, ...], **given: object) -> None:
     """Complete one prompt and print the text as it is generated. A prompt of - is read from stdin."""
     if len(words) > 2:
         raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
@@ -178,31 +186,48 @@ def run(words: tuple[str, ...], **given: object) -> None:
         raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
     model, prompt = words if len(words) == 2 else (None, words[0])
     check_sampling(given)
-    from quire.cli.load_model import open_named  # before torch: a wrong name is answered at once
+    from quire.cli.chat import read_prompt
+    from quire.cli.chat import run as work
 
-    opened = open_named(model, given)
-    with loading_status():
-        from quire.cli.chat import run as work
-
-    raise SystemExit(work(opened, prompt, given))
+    text = read_prompt(prompt)
+    raise SystemExit(work(_reply_model(ctx, model, report=bool(given["verbose"])), text, given))
 
 
 @app.command()
 @click.argument("model", required=False)
 @click.option("--max-tokens", type=int, help="Longest reply. Default: the rest of the context.")
 @click.option("--system", help="A system message.")
+@click.option("--markdown/--no-markdown", default=None,
+              help="Render markdown, or print it as it is. Default: render it on a terminal.")  # fmt: skip
+@remote_options
 @sampling_options
 @engine_options
-def chat(model: str | None, **given: object) -> None:
-    """Chat with a model in the terminal."""
+@click.pass_context
+def chat(ctx: click.Context, /, model: str | None, **given: object) -> None:
+    """Chat in the terminal: with a model here, or with --url on any OpenAI-compatible server."""
     check_sampling(given)
+    from quire.cli.chat import chat as work
+
+    work(_reply_model(ctx, model, report=True), given)
+
+
+def _reply_model(ctx: click.Context, model: str | None, *, report: bool) -> "ReplyModel":
+    """The model that answers: of a server with --url, else loaded here."""
+    given = ctx.params
+    if given["url"] is not None:
+        from quire.cli.remote_model import RemoteModel
+
+        check_remote(ctx)
+        return RemoteModel(given["url"], given["api_key"], model)
     from quire.cli.load_model import open_named  # before torch: a wrong name is answered at once
 
     opened = open_named(model, given)
     with loading_status():
-        from quire.cli.chat import chat as work
-
-    work(opened, given)
+        from quire.cli.local_model import LocalModel
+    local = LocalModel(opened, given, report=report)
+    if ctx.info_name == "chat":
+        local.check_chat()
+    return local
 
 
 @app.command(epilog=_VARIABLES)

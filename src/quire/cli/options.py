@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from quire.config import EngineConfig, check_names, parse_size, setting_of
 from quire.core.errors import ConfigError
@@ -169,6 +170,17 @@ _SAMPLING = (
     click.option("--stop", multiple=True, help="Stop string. May be given several times."),
 )
 
+SAMPLING_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop"),
+)
+_REMOTE = (
+    click.option("--url", metavar="URL",
+                 help="Use the server at this address instead, as http://127.0.0.1:8000: any OpenAI-compatible one."),
+    click.option("--api-key", metavar="KEY", help="API key of that server. The process list shows it: prefer the "
+                 "variable QUIRE_API_KEY."),
+)  # fmt: skip
+
 
 def _all_of(*options: Decorator[Any]) -> Decorator[Any]:
     def decorate(command: Command) -> Command:
@@ -184,6 +196,7 @@ engine_options = _all_of(*_ENGINE.values())
 serving_options = _all_of(*_SERVING)
 batch_options = _all_of(*_SERVED_MODEL)
 sampling_options = _all_of(*_SAMPLING)
+remote_options = _all_of(*_REMOTE)
 
 # As engine_options, but prefix caching is off unless it is what is measured.
 measured_engine_options = _all_of(
@@ -196,11 +209,11 @@ measured_engine_options = _all_of(
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "revision", "token", "load_format", "aliases", "chat_template", "tool_call_parser",
               "reasoning_parser", "script"),
-    "Address": ("host", "port", "root_path", "ssl_keyfile", "ssl_certfile"),
+    "Address": ("url", "api_key", "host", "port", "root_path", "ssl_keyfile", "ssl_certfile"),
     "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
                         "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "drain_s"),
     "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-                 "frequency_penalty", "seed", "stop", "system", "chat"),
+                 "frequency_penalty", "seed", "stop", "system", "chat", "markdown"),
     "Device and memory": ("device", "dtype", "quantization", "attention_backend", "threads", "max_model_len",
                           "block_size", "kv_cache_memory", "gpu_memory_utilization", "host_kv_memory"),
     "Scheduling": ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "speculative", "itl_target_ms",
@@ -245,13 +258,14 @@ def engine_settings(text: str, threads: int | None = None) -> dict[str, object]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--ours has {pair!r}; write NAME=VALUE, such as dtype=bfloat16,threads=2.")
-        found[name.strip().replace("-", "_")] = _value(value.strip())
+        found[name.strip().replace("-", "_")] = parse_value(value.strip())
     check_names(found)
     EngineConfig(**found)  # type: ignore[arg-type]  # EngineConfig checks each
     return found
 
 
-def _value(text: str) -> object:
+def parse_value(text: str) -> object:
+    """A number or truth value, if the text is one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -273,6 +287,17 @@ def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefau
     params["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
     params["max_tokens"] = given["max_tokens"]
     return SamplingParams(**params)  # type: ignore[arg-type]  # SamplingParams checks each
+
+
+def check_remote(ctx: click.Context) -> None:
+    """Refuses options of an engine here beside --url."""
+    for param in ctx.command.params:
+        typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if typed and param.name in _ENGINE:
+            raise ConfigError(
+                f"{option_name(param)} is of an engine here; the server at --url has its own. Omit one of them.",
+                param=param.name,
+            )
 
 
 def check_sampling(given: Mapping[str, object]) -> None:

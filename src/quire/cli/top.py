@@ -5,21 +5,18 @@ Rates and quantiles are of the time between two samples of the metrics.
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.live import Live
 from rich.table import Table
 
 from quire.cli.console import out
+from quire.cli.server_client import ServerClient, first_key
 from quire.core.errors import ConfigError
 
 _PREFIX = "quire_"
@@ -151,7 +148,6 @@ def _quantile(buckets: list[Bucket], share: float) -> float:
     raise AssertionError(buckets)
 
 
-_TIMEOUT_S = 5.0
 _BAR_COLUMNS = 20
 
 
@@ -159,18 +155,16 @@ class MetricsClient:
     """Reads `/metrics` and `/load` of a server."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        if not _is_address(url):
-            raise ConfigError(f"{url} is not a server address, such as http://127.0.0.1:8000.", param="url")
-        self.url = url.rstrip("/")
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._server = ServerClient(url, key, key_hint="--api-key-file")
+        self.url = self._server.url
 
     def read(self) -> MetricsSample:
-        page = self._get("/metrics")
+        page = self._server.get("/metrics")
         return read_page(page, time.monotonic())
 
     def num_open(self) -> int:
         """HTTP requests without a complete response, running or waiting."""
-        page = self._get("/load")
+        page = self._server.get("/load")
         try:
             return int(json.loads(page).get("server_load", 0))
         except (ValueError, TypeError, AttributeError) as error:
@@ -178,21 +172,9 @@ class MetricsClient:
                 f"{self.url}/load is not that of a quire server. Give its address as it prints it."
             ) from error
 
-    def _get(self, path: str) -> str:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                return str(response.read().decode())
-        except urllib.error.HTTPError as error:
-            hint = " Give its key with --api-key-file." if error.code in (401, 403) else ""
-            raise ConfigError(f"{self.url}{path} answers {error.code}.{hint}") from error
-        except (OSError, ValueError, HTTPException) as error:
-            reason = str(getattr(error, "reason", error)).strip()
-            raise ConfigError(f"No server answers at {self.url}: {reason}. quire serve starts a server.") from error
-
 
 def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json: bool) -> None:
-    server = MetricsClient(url, None if key_file is None else _first_key(key_file))
+    server = MetricsClient(url, None if key_file is None else first_key(key_file))
     if once:
         before = server.read()
         time.sleep(every_s)
@@ -264,26 +246,3 @@ def _milliseconds(quantiles: Quantiles | None) -> str:
         return "–"
     names = ("p50", "p90", "p99")
     return " · ".join(f"{name} {1000 * seconds:,.0f} ms" for name, seconds in zip(names, quantiles, strict=True))
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        named = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # an unclosed bracket, or a port above 65535
-        return False
-    return named and url.isascii() and url.isprintable() and " " not in url
-
-
-def _first_key(path: Path) -> str:
-    """The first key of a file, which may be the server's key file: one key per line, with attributes after it."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", param="api_key_file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} holds no keys: it is not UTF-8 text.", param="api_key_file") from error
-    for line in lines:
-        if line.strip() and not line.lstrip().startswith("#"):
-            return line.split()[0]
-    raise ConfigError(f"{path} has no key.", param="api_key_file")
