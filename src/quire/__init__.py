@@ -5,6 +5,7 @@
 Names are loaded when they are first used: `import quire` alone loads no torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -55,8 +56,15 @@ _HOMES = {
     "RequestOutput": "quire.engine.outputs",
 }
 
+NOT_ON_WINDOWS = (
+    "quire does not run on Windows: file locks, signals and processes are used as Linux and macOS have them. "
+    "Install it inside WSL 2, which is Linux."
+)
+
 
 def __getattr__(name: str) -> object:
+    if sys.platform == "win32" and name in _HOMES:
+        raise ImportError(NOT_ON_WINDOWS)
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -6,6 +6,13 @@ _INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 def main() -> None:
     """The console script. Subcommands handle Ctrl-C themselves once they are imported."""
     try:
+        import sys
+
+        from quire import NOT_ON_WINDOWS
+
+        if sys.platform == "win32":
+            print(f"quire: {NOT_ON_WINDOWS}", file=sys.stderr)
+            raise SystemExit(2)
         from quire.cli.main import main as work
 
         work()
