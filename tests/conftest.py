@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def _frozen_heap() -> None:
     if gc.get_freeze_count() == 0:  # the first module, or one after a test that unfroze the heap
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> None:
+    """Triton's interpreter computes for each sum and product of integers whether it overflows, in a dozen operations,
+    and drops the result, as its option `debug` is off: a third of the time of the tests of attention."""
+    if "triton.runtime.interpreter" in sys.modules:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        options = interpreter.interpreter_builder.options
+        assert not options.debug, "overflows are asserted"
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.architecture.tree import label, source_files, syntax
+from tests.architecture.tree import label, nodes, source_files, syntax
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -58,7 +58,7 @@ def test_the_package_has_few_files() -> None:
 def test_a_function_fits_a_screen() -> None:
     lengths = {}
     for path in source_files():
-        for node in ast.walk(syntax(path)):
+        for node in nodes(syntax(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 lengths[f"{label(path)}:{node.name}:{node.lineno}"] = node.end_lineno - node.lineno + 1

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.architecture.tree import ROOT, SOURCE, label, source_files, syntax
+from tests.architecture.tree import ROOT, SOURCE, label, nodes, source_files, syntax
 
 FIELD_WORDS = frozenset((ROOT / "tests" / "architecture" / "field_words.txt").read_text().split())
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -67,7 +67,7 @@ def names_of_modules_and_classes() -> Iterator[tuple[str, str]]:
 def identifiers(tree: ast.Module) -> set[str]:
     """What a file defines or binds: classes, functions, arguments, variables and attributes."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.arg):
@@ -81,7 +81,7 @@ def identifiers(tree: ast.Module) -> set[str]:
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The string literals of a file, docstrings included, each with its line."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, " ".join(node.value.split())
 

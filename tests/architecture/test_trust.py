@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Collection
 
-from tests.architecture.tree import dotted, imported_names, label, package_of, source_files, syntax
+from tests.architecture.tree import dotted, imported_names, label, nodes, package_of, source_files, syntax
 
 UNPICKLERS = {"pickle", "_pickle", "marshal", "dill", "shelve", "cloudpickle", "joblib"}
 RUN_FOREIGN_CODE = {"eval", "exec", "torch.load", "torch.hub.load", "runpy.run_path", "runpy.run_module"}
@@ -26,7 +26,7 @@ READS_ENVIRONMENT = {
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node for node in nodes(tree) if isinstance(node, ast.Call)]
 
 
 def unpicklers(tree: ast.AST) -> set[str]:
@@ -45,7 +45,7 @@ def foreign_code(tree: ast.AST) -> list[str]:
 
 def open_environments(tree: ast.AST) -> list[str]:
     """Template engines that a file makes or derives from, other than a sandbox."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes(tree) if isinstance(node, ast.ClassDef)]
     used = [dotted(base) for each in classes for base in each.bases] + [dotted(call.func) for call in calls(tree)]
     safe = {each.name for each in classes if SANDBOXES & {dotted(base) for base in each.bases}} | SANDBOXES
     names = [name.rsplit(".", 1)[-1] for name in used]
@@ -61,13 +61,13 @@ def prints(tree: ast.AST) -> list[int]:
 
 
 def environment_reads(tree: ast.AST) -> list[int]:
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [node for node in nodes(tree) if isinstance(node, ast.Attribute)]
     return [node.lineno for node in names if dotted(node) in ("os.environ", "os.getenv")]
 
 
 def nested_imports(tree: ast.AST) -> list[int]:
     """Lines of imports inside a function."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return sorted(
         {
             node.lineno

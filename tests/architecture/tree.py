@@ -21,6 +21,12 @@ def syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a syntax tree, found once for all tests that look at them."""
+    return tuple(ast.walk(tree))
+
+
 def label(path: Path) -> str:
     """How the tests name a file: its path inside the package."""
     return path.relative_to(SOURCE).as_posix()
@@ -39,7 +45,7 @@ def package_of(path: Path) -> str:
 def imported_names(tree: ast.AST) -> list[str]:
     """Every module that a syntax tree imports, dotted, wherever the import stands."""
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:

@@ -21,10 +21,10 @@ from tests.cli.commands import Shell
 
 
 def test_check_ends_with_one_json_object(quire: Shell) -> None:
-    result = quire("check", "--steps", "3000", "--seed", "5")
+    result = quire("check", "--steps", "600", "--seed", "5")
     summary = json.loads(result.out.splitlines()[-1])
     assert result.status == 0
-    assert summary["steps"] >= 3000  # the last scenario runs to its end
+    assert summary["steps"] >= 600  # the last scenario runs to its end
     assert (summary["violations"], summary["seed"]) == (0, 5)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ from quire.kernels.cpu.native_build import (
 from tests import children
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler here")
-# The smallest shapes that reach every loop: products of each format, attention over two blocks, a norm and a gate.
-CHECKS = """
+# The smallest shapes that reach every loop: products of each format, attention over two blocks, a norm and a gate. One
+# process imports torch, and a child of it checks each variant.
+CHECKS = f"""
+import json, os, sys
 import torch
-from quire.kernels.cpu.native_library import load_native, why_not_native
+from quire.kernels.cpu.native_library import load_native
 from quire.kernels.interface import AttentionRule
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
@@ -36,55 +39,68 @@ from tests.kernels.stored_rows import ENCODINGS, decoded, drawn_rows, stored, we
 def close(fast, truth, tolerance):
     torch.testing.assert_close(fast, truth, atol=tolerance * truth.abs().max().item(), rtol=0)
 
-choice, truth = select_kernels("cpu"), ReferenceKernels()
-kernels, generator = choice.kernels, torch.Generator().manual_seed(0)
-x = torch.randn(9, 256, generator=generator)
-if choice.stored_encodings:
-    for encoding in ENCODINGS:
-        rows = drawn_rows(encoding, 23, 256)
-        packed = kernels.pack(weight_of(256, stored(encoding, rows)))
-        close(kernels.linear(x, packed, None), x @ decoded(encoding, rows).T, 0.02)
-weight = torch.randn(23, 256, generator=generator)
-close(kernels.linear(x, kernels.pack(weight), None), x @ weight.T, 1e-5)
-close(kernels.rms_norm(x, weight[0], 1e-5), truth.rms_norm(x, weight[0], 1e-5), 1e-5)
-for activation in ("silu", "gelu_tanh"):
-    close(kernels.act_and_mul(x, activation), truth.act_and_mul(x, activation), 1e-5)
-pages = Pages.shuffled([20, 7], 16, seed=0)
-layout = pages.layout({0: Part(0, 20), 1: Part(0, 7)})
-qkv = torch.randn(27, 8, 24, generator=generator)
-outputs = []
-for each in (kernels, truth):
-    store, mine = as_stored(each, torch.zeros(pages.num_blocks, 2, 16, 2, 24)), qkv.clone()
-    step = each.plan(layout, 16)
-    step.rope_and_write_kv(mine, None, no_rotation(27), store)
-    outputs.append(step.attend(mine[:, :4], store, AttentionRule(0.3, window=9, softcap=4.0)))
-close(*outputs, 1e-5)
-library = load_native()
-import json
-print(json.dumps([library.name if library else None, choice.reason]))
+def check():
+    choice, truth = select_kernels("cpu"), ReferenceKernels()
+    kernels, generator = choice.kernels, torch.Generator().manual_seed(0)
+    x = torch.randn(9, 256, generator=generator)
+    if choice.stored_encodings:
+        for encoding in ENCODINGS:
+            rows = drawn_rows(encoding, 23, 256)
+            packed = kernels.pack(weight_of(256, stored(encoding, rows)))
+            close(kernels.linear(x, packed, None), x @ decoded(encoding, rows).T, 0.02)
+    weight = torch.randn(23, 256, generator=generator)
+    close(kernels.linear(x, kernels.pack(weight), None), x @ weight.T, 1e-5)
+    close(kernels.rms_norm(x, weight[0], 1e-5), truth.rms_norm(x, weight[0], 1e-5), 1e-5)
+    for activation in ("silu", "gelu_tanh"):
+        close(kernels.act_and_mul(x, activation), truth.act_and_mul(x, activation), 1e-5)
+    pages = Pages.shuffled([20, 7], 16, seed=0)
+    layout = pages.layout({{0: Part(0, 20), 1: Part(0, 7)}})
+    qkv = torch.randn(27, 8, 24, generator=generator)
+    outputs = []
+    for each in (kernels, truth):
+        store, mine = as_stored(each, torch.zeros(pages.num_blocks, 2, 16, 2, 24)), qkv.clone()
+        step = each.plan(layout, 16)
+        step.rope_and_write_kv(mine, None, no_rotation(27), store)
+        outputs.append(step.attend(mine[:, :4], store, AttentionRule(0.3, window=9, softcap=4.0)))
+    close(*outputs, 1e-5)
+    library = load_native()
+    return [library.name if library else None, choice.reason]
+
+for name in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        os.environ[{CHOICE_VARIABLE!r}] = name
+        load_native.cache_clear()
+        print(json.dumps([name, *check()]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+NO_VARIANT = "none"
 
 
-def chosen(environment: dict[str, str]) -> tuple[str | None, str]:
-    """The variant and the reason, in a process with this environment, after its results were checked."""
-    result = children.run(
-        [sys.executable, "-c", CHECKS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    name, reason = json.loads(result.stdout.splitlines()[-1])
-    return name, reason
+@pytest.fixture(scope="module")
+def chosen() -> Callable[[str], tuple[str | None, str]]:
+    """The variant that is loaded and the reason, where the environment names one, after its results were checked."""
+    names = [variant.name for variant in usable_variants()] if compiler() else []
+    command = [sys.executable, "-c", CHECKS, *names, NO_VARIANT]
+    result = children.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    found = {name: (library, reason) for name, library, reason in lines}
+
+    def of(name: str) -> tuple[str | None, str]:
+        assert name in found, result.stderr[-3000:]
+        return found[name]
+
+    return of
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", [variant.name for variant in known_variants()])
-def test_every_variant_that_this_cpu_can_run_is_right(name: str) -> None:
+def test_every_variant_that_this_cpu_can_run_is_right(
+    name: str, chosen: Callable[[str], tuple[str | None, str]]
+) -> None:
     if name not in [variant.name for variant in usable_variants()]:
         pytest.skip("this CPU lacks its instructions")
-    found, reason = chosen({CHOICE_VARIABLE: name})
+    found, reason = chosen(name)
     assert found == name and f"native kernels for {name}" in reason
 
 
@@ -102,8 +118,10 @@ def test_variants_for_other_cpus_are_valid_sources(variant: Variant) -> None:
     assert done.returncode == 0, done.stderr[:1000]
 
 
-def test_without_native_kernels_torch_computes_and_the_reason_is_given() -> None:
-    found, reason = chosen({CHOICE_VARIABLE: "none"})
+def test_without_native_kernels_torch_computes_and_the_reason_is_given(
+    chosen: Callable[[str], tuple[str | None, str]],
+) -> None:
+    found, reason = chosen(NO_VARIANT)
     assert found is None and f"switched off by {CHOICE_VARIABLE}" in reason
 
 

@@ -12,7 +12,7 @@ from tests.output_parsing.parsing import calls, parse, text_of
 from tests.tiers import examples
 
 CALL = '<tool_call>{"name": "f", "arguments": '
-NUM_CHARACTERS = examples(1000, 4000)
+NUM_CHARACTERS = examples(600, 4000)
 FLOODS = {
     "text": (LLAMA, "", "word "),
     "space": (LLAMA, "", " \n"),
