@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 import pytest
 
-from quire.cli.main import app
+from quire.cli.config_file import read_tables
+from quire.cli.main import serve
 from quire.cli.options import grouped_options
 from tests.cli.commands import Shell
 
@@ -62,6 +63,16 @@ def test_the_port_of_a_kubernetes_service_is_no_option(quire: Shell, monkeypatch
         ("prot = 1", "has 'prot', which is not an option of quire serve. Did you mean port?"),
         ("zzzzzz = 1", "quire serve --print-config lists all of them"),
         ("[engine]\nport = 1", "has 'engine', which is not an option"),
+        ("models = 1", "has models that are not tables; write [models.NAME]"),
+        ("[models.a]\nport = 1", "[models.a], has 'port', which is not an option of one model"),
+        ("[models.a]\nmax-model-len = 'long'", "[models.a], has max-model-len: 'long'"),
+        ("[models.a]\npinned = 1", "has 1 for pinned, which is true or false"),
+        ("[models.' ']\npinned = true", "a name has 1 to 200 printable characters"),
+        ("model = 'x'\n[models.a]", "'x' is given beside the tables [models.NAME]"),
+        ("served-model-name = 'x'\n[models.a]", "--served-model-name is for one model"),
+        ("otlp-endpoint = 'http://127.0.0.1:4318'\n[models.a]", "traces one model, not several"),
+        ("models-max = 2", "--models-max is for several models"),
+        ("unload-after = 2", "--unload-after is for several models"),
         ("port = [1]", "has a list for port, which takes one value"),
         ("port = 1979-05-27", "a value is a text, a number, true or false"),
         ("port = 'many'", "from --config"),
@@ -78,6 +89,54 @@ def test_a_wrong_file_is_refused(quire: Shell, tmp_path: Path, text: str | None,
     assert result.status == 2 and words in result.err, result.err
 
 
+TABLES = """
+max-model-len = "1k"
+[models.small]
+model = "smollm2"
+pinned = true
+kv-cache-memory = "256MiB"
+[models."other:8b"]
+served-model-name = ["other"]
+unload-after = 60
+"""
+
+
+def test_several_models_have_options_of_their_own(quire: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "quire.toml"
+    path.write_text(TABLES)
+    values = tomllib.loads(quire("serve", "--config", str(path), "--print-config").out)
+    assert values["models"] == tomllib.loads(TABLES)["models"] and values["max-model-len"] == 1024
+    with serve.make_context("serve", ["--config", str(path)]) as context:
+        small, other = read_tables(context)
+    assert (small.name, small.pinned, small.given["model"], small.given["kv_cache_memory"]) == (
+        "small",
+        True,
+        "smollm2",
+        256 << 20,
+    )
+    assert small.given["max_model_len"] == other.given["max_model_len"] == 1024
+    assert (other.name, other.given["aliases"], other.given["unload_after_s"]) == ("other:8b", ("other",), 60.0)
+
+
+@pytest.mark.usefixtures("default_model_path")
+@pytest.mark.parametrize(
+    ("tables", "options", "words"),
+    [
+        ("[models.a]\npinned=true\n[models.b]", ("--models-max", "1"), "1 models are pinned: 2 is the least"),
+        ("[models.a]\n[models.b]", ("--models-memory", "1GiB"), "the largest other one take about"),
+        ("[models.a]\n[models.b]\nserved-model-name='a'", (), "Two models have the name 'a'"),
+        ("[models.a]\nmodel='/nowhere'", (), "/nowhere"),
+    ],
+)
+def test_models_that_can_never_be_loaded_are_refused(
+    quire: Shell, tmp_path: Path, tables: str, options: tuple[str, ...], words: str
+) -> None:
+    path = tmp_path / "quire.toml"
+    path.write_text(tables)
+    result = quire("serve", "--port", "0", "--config", str(path), *options)
+    assert result.status == 2 and words in result.err, result.err
+
+
 def test_a_wrong_variable_is_named(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_TEMPERATURE", "hot")
     result = quire("run", "hi")
@@ -85,8 +144,6 @@ def test_a_wrong_variable_is_named(quire: Shell, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_option_of_serve_has_a_variable_and_almost_all_a_group(quire: Shell) -> None:
-    serve = app.get_command(click.Context(app), "serve")
-    assert serve is not None
     options = [param for param in serve.params if isinstance(param, click.Option)]
     variables = [option.envvar for option in options]
     assert len(set(variables)) == len(variables) and all(str(name).startswith("QUIRE_") for name in variables)

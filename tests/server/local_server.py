@@ -20,13 +20,15 @@ from unittest.mock import patch
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from quire.cli import batch as batching
 from quire.cli import serve as serving
 from quire.cli.access_settings import AccessSettings
+from quire.cli.config_file import read_tables
 from quire.cli.main import serve as command
 from quire.cli.options import engine_config
-from quire.cli.served_model_options import read_served_model
+from quire.cli.serve_models import router_config
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine import engine_main, grammar_masks, scripted_engine
@@ -44,6 +46,8 @@ from quire.server import engine_supervisor
 from quire.server import server as lifecycle
 from quire.server.context import ServedModel
 from quire.server.grammar_precompiler import CompileWorker
+from quire.server.model_router import ModelRouter, RouterObservers
+from quire.server.router_app import RoutedServer
 from quire.server.server import DrainingServer, Server, ServerObservers, Tracer
 from tests.server.server_process import PATIENCE_S
 
@@ -140,20 +144,30 @@ class LocalServer:
     """A server that is ready."""
 
     def __init__(self, *arguments: str, tracer: Tracer | None = None) -> None:
-        given = dict(command.make_context("serve", [*arguments]).params)
+        context = command.make_context("serve", [*arguments])
+        given, tables = dict(context.params), read_tables(context)
         model, host, _ = given.pop("model"), given.pop("host"), given.pop("port")
         self._access = AccessSettings(host, given)
-        config = replace(engine_config(model, given), tenant_weights=self._access.weights)
+        self._drain_s = given["drain_s"]
         self._tracer = tracer
+        self.changes: list[tuple[str, str]] = []  # of several models, as the server reports them
         self._ready = threading.Event()
         self._listening = socket.create_server((host, 0), backlog=2048)
         self._failures: list[BaseException] = []
         self.port = int(self._listening.getsockname()[1])
         self.url = f"http://{host}:{self.port}"
         self.chat_support = ""  # as the start reports it
+        self._make: Callable[[], Server | RoutedServer]
+        self.server: Server | RoutedServer
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         with local_engines():
-            self._config = serving._server_config(config, read_served_model(given), given)
+            if tables:
+                routed = router_config(tables, given, self._access.weights)
+                self._make = lambda: RoutedServer(ModelRouter(routed, self._router_observers(), time.monotonic))
+            else:
+                engine = replace(engine_config(model, given), tenant_weights=self._access.weights)
+                config = serving.server_config_of(engine, given)
+                self._make = lambda: Server(config, self._observers())
             self._thread.start()
             assert self._ready.wait(PATIENCE_S)
         if self._failures:
@@ -188,20 +202,29 @@ class LocalServer:
 
     async def _serve(self) -> None:
         """As `serve_until_signal` does it."""
-        observers = ServerObservers(lambda phase: None, self._note_ready, lambda line: None, self._tracer)
-        server = Server(self._config, observers)
-        app = self._access.secure(server.app, server.metrics)
+        server = self.server = self._make()
+        app: ASGIApp = self._access.secure(server.app, server.metrics)
         if self._tracer is not None:
+            assert isinstance(server, Server)
             app = self._tracer.around(app, server)
         settings = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=3, **self._access.uvicorn_settings(app))
-        self._http = DrainingServer(settings, server.engine, self._config.drain_s)
+        self._http = DrainingServer(settings, server.engine, self._drain_s)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(self._http, "should_exit", True))
         try:
             await self._http.serve(sockets=[self._listening])
         finally:
             running.cancel()
-            await server.supervisor.stop()
+            await server.stop()
+
+    def _observers(self) -> ServerObservers:
+        return ServerObservers(lambda phase: None, self._note_ready, lambda line: None, self._tracer)
+
+    def _router_observers(self) -> RouterObservers:
+        def changed(name: str, what: str) -> None:
+            self.changes.append((name, what))
+
+        return RouterObservers(lambda name, phase: None, changed, lambda line: None, self._ready.set)
 
     def _note_ready(self, served: ServedModel, info: EngineInfo) -> None:
         self.chat_support = serving.chat_support(served)

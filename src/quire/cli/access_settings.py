@@ -55,7 +55,7 @@ class AccessSettings:
     def weights(self) -> dict[str, float]:
         return self._keys.weights
 
-    def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
+    def secure(self, app: Application, metrics: Metrics) -> RequestLogger:
         self._metrics = metrics
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
         self._observers.append(metrics.responded)

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from quire.catalog.names import short_name
 from quire.cli.bench import COMMANDS
-from quire.cli.config_file import describe_config, load_config
+from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
     FiniteRange,
     batch_options,
@@ -239,15 +239,16 @@ def _reply_model(ctx: click.Context, model: str | None, *, report: bool) -> "Rep
 @engine_options
 @click.pass_context
 def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **given: object) -> None:
-    """Serve a model over HTTP, with OpenAI-compatible APIs."""
+    """Serve a model over HTTP, with OpenAI-compatible APIs. Several models are tables [models.NAME] of --config."""
     if given.pop("print_config"):
         print(describe_config(ctx))
         return
+    tables = read_tables(ctx)
     with stops_on_sigterm():
         with loading_status():
             from quire.cli.serve import serve as work
 
-        work(model, host, port, given)
+        work(model, host, port, given, tables)
 
 
 @app.command()

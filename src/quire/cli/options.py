@@ -147,6 +147,14 @@ _SERVING = (
     click.option("--ssl-certfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the certificate."),
     click.option("--root-path", default="", metavar="PATH", help="Path prefix of this server behind a proxy."),
     *_SERVED_MODEL,
+    click.option("--models-max", type=click.IntRange(1), metavar="N",
+                 help="Several models: how many are loaded at a time. Default: one beside the pinned ones, or "
+                 "with --models-memory as many as fit."),
+    click.option("--models-memory", type=Size(low=1), metavar="SIZE",
+                 help="Several models: weights and KV caches of the loaded ones take at most so much."),
+    click.option("--unload-after", "unload_after_s", type=FiniteRange(0), metavar="SECONDS",
+                 help="Several models: unload one after so long without a request. Default: when another needs its "
+                 "place."),
     click.option("--max-waiting-tokens", type=Size(low=1), default="4m", show_default=True,
                  help="Most prompt tokens in the waiting queue; further requests are rejected. Half as many again are "
                  "reserved for clients below their fair share, as with --max-waiting."),
@@ -209,6 +217,7 @@ measured_engine_options = _all_of(
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "revision", "token", "load_format", "aliases", "chat_template", "tool_call_parser",
               "reasoning_parser", "script"),
+    "Several models": ("models_max", "models_memory", "unload_after_s"),
     "Address": ("url", "api_key", "host", "port", "root_path", "ssl_keyfile", "ssl_certfile"),
     "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
                         "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "drain_s"),
@@ -234,6 +243,17 @@ def grouped_options(command: click.Command) -> dict[str, list[click.Parameter]]:
     found = {group: [own.pop(name) for name in names if name in own] for group, names in _GROUPS.items()}
     found[_OTHERS] = list(own.values())
     return {group: params for group, params in found.items() if params}
+
+
+_OF_MODEL = ("Model", "Device and memory", "Scheduling")
+_OF_MODEL_ALONE = ("max_waiting", "max_waiting_tokens", "unload_after_s")
+
+
+def model_options(command: click.Command) -> list[click.Parameter]:
+    """The options of a server that may differ between its models."""
+    groups = grouped_options(command)
+    names = {param.name for group in _OF_MODEL for param in groups[group]} | {*_OF_MODEL_ALONE}
+    return [param for param in command.params if param.name in names]
 
 
 def name_variables(command: click.Command) -> None:

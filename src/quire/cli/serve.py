@@ -6,17 +6,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
+from quire.cli.config_file import ModelTable
 from quire.cli.console import progress_bars
 from quire.cli.options import check_serving, check_tracing, engine_config
-from quire.cli.served_model_options import ServedModelOptions, read_served_model
+from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.open_model import open_model
@@ -24,8 +26,12 @@ from quire.text.template_worker import check_template
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from quire.cli.access_settings import AccessSettings
     from quire.engine.stats import EngineInfo
     from quire.server.context import ServedModel
+    from quire.server.server import ServerConfig
 
 _PROC = Path("/proc")
 _LISTENING = "0A"
@@ -57,42 +63,67 @@ def _listening(port: int) -> Iterator[str]:
                     yield words[_INODE]
 
 
-_MAX_WAITING = 1024
+MAX_WAITING = 1024
 
 
-def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> None:
+def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tables: Sequence[ModelTable] = ()) -> None:
     started_s = time.monotonic()
     check_serving()
     from quire.cli.access_settings import AccessSettings
+    from quire.cli.serve_models import check_several, serve_several
     from quire.server.http.logs import LogWriter
-    from quire.server.server import ServerObservers, serve_until_signal
 
     access = AccessSettings(host, given)
     _check_host(host, keyed=access.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
-    config = replace(engine_config(model, given), tenant_weights=access.weights)
-    served_model = read_served_model(given)
+    check_several(model, given, tables)
+    for options in [table.given for table in tables] or [{**given, "model": model}]:
+        engine_config(options["model"], options)
+        read_served_model(options)
     report = LogWriter("plain", sys.stderr)  # never blocks on a slow reader, and never fails
     with _listen(host, port) as listening, report.writing():  # refuses a used port before a model is loaded
-        say = report.write
-        say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-        server = _server_config(config, served_model, given)
         url = f"{access.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        announce = partial(_announce, report.write, url, started_s)
+        if tables:
+            serve_several(tables, given, access, listening, report.write, announce)
+        else:
+            _serve_one(model, given, access, listening, report.write, announce)
+        report.write("Stopped.")
 
-        def report_ready(served: "ServedModel", info: "EngineInfo") -> None:
-            say(f"  {'chat':<20}{chat_support(served)}")
-            _announce(say, url, time.monotonic() - started_s)
 
-        tracing = _tracing(given["otlp_endpoint"])
-        observers = ServerObservers(
-            lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
-            report_ready,
-            lambda line: say(time.strftime("%H:%M:%S ") + line),
-            tracing,
-        )
-        with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
-            serve_until_signal(server, observers, listening, access.secure, access.uvicorn_settings)
-        say("Stopped.")
+def _serve_one(
+    model: str | None,
+    given: Mapping[str, Any],
+    access: "AccessSettings",
+    listening: socket.socket,
+    say: Callable[[str], None],
+    announce: Callable[[], None],
+) -> None:
+    from quire.server.server import Server, ServerObservers, serve_until_signal
+
+    config = replace(engine_config(model, given), tenant_weights=access.weights)
+    say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
+    server_config = server_config_of(config, given)
+
+    def report_ready(served: "ServedModel", info: "EngineInfo") -> None:
+        say(f"  {'chat':<20}{chat_support(served)}")
+        announce()
+
+    tracing = _tracing(given["otlp_endpoint"])
+    observers = ServerObservers(
+        lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
+        report_ready,
+        lambda line: say(time.strftime("%H:%M:%S ") + line),
+        tracing,
+    )
+
+    def secure(server: Server) -> "ASGIApp":
+        app = access.secure(server.app, server.metrics)
+        return app if tracing is None else tracing.around(app, server)
+
+    with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
+        make = partial(Server, server_config, observers)
+        serve_until_signal(make, listening, secure, access.uvicorn_settings, given["drain_s"])
 
 
 def _check_endpoint(endpoint: str | None) -> None:
@@ -120,18 +151,19 @@ def _tracing(endpoint: str | None) -> Any:
     return open_tracing(endpoint)
 
 
-def _server_config(config: EngineConfig, served_model: ServedModelOptions, given: Mapping[str, Any]) -> Any:
+def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerConfig":
+    """What to serve, with the model's files opened."""
     from quire.server.server import ServerConfig
 
+    served_model = read_served_model(given)
     with progress_bars() as bars:
         opened = open_model(config, bars.fetched, scripted=served_model.script is not None)
     return ServerConfig(
         opened=opened,
         config=config,
         **served_model._asdict(),
-        max_waiting=config.max_waiting or _MAX_WAITING,
+        max_waiting=config.max_waiting or MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
-        drain_s=given["drain_s"],
     )
 
 
@@ -145,7 +177,8 @@ def chat_support(served: "ServedModel") -> str:
     return served.model_format.description
 
 
-def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:
+def _announce(say: Callable[[str], None], url: str, started_s: float) -> None:
+    seconds = time.monotonic() - started_s
     say(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · engine /engine · docs /docs · metrics /metrics)")
     say(
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """

@@ -31,10 +31,11 @@ class Bucket(NamedTuple):
 
 
 class MetricsSample(NamedTuple):
-    """One metrics page. Samples of one name that differ only in their labels are added up."""
+    """One metrics page. Samples of one name that differ only in their labels are added up: those of several models."""
 
     at_s: float
     totals: Mapping[str, float]
+    kv_usage: float  # the highest of all models
     buckets: Mapping[str, tuple[Bucket, ...]]  # by histogram, cumulative, the last without a limit
 
 
@@ -55,6 +56,7 @@ class TopView:
     num_waiting: int
     num_waiting_tokens: int
     kv_usage: float  # 0 to 1
+    num_models_loaded: int | None  # None: the server has one model
     seconds: float  # between the two samples; 0 if there was only one
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
@@ -70,21 +72,25 @@ class TopView:
 
 def read_page(page: str, at_s: float) -> MetricsSample:
     totals: dict[str, float] = {}
-    buckets: dict[str, list[Bucket]] = {}
+    buckets: dict[str, dict[float, float]] = {}
+    kv_usage = 0.0
     try:
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 name = sample.name.removeprefix(_PREFIX)
                 if sample.name.endswith("_bucket"):
+                    counts = buckets.setdefault(name.removesuffix("_bucket"), {})
                     limit_s = float(sample.labels["le"])
-                    buckets.setdefault(name.removesuffix("_bucket"), []).append(Bucket(limit_s, sample.value))
+                    counts[limit_s] = counts.get(limit_s, 0.0) + sample.value
                 else:
                     totals[name] = totals.get(name, 0.0) + sample.value
+                    kv_usage = max(kv_usage, sample.value) if name == "kv_cache_usage_perc" else kv_usage
     except (ValueError, KeyError) as error:
         raise ConfigError("This is not a metrics page. Give the address of a quire server, as it prints it.") from error
     if "engine_up" not in totals:
         raise ConfigError("That page has metrics, but not those of a quire server.")
-    return MetricsSample(at_s, totals, {name: tuple(sorted(several)) for name, several in buckets.items()})
+    ordered = {name: tuple(Bucket(*each) for each in sorted(counts.items())) for name, counts in buckets.items()}
+    return MetricsSample(at_s, totals, kv_usage, ordered)
 
 
 def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
@@ -109,7 +115,8 @@ def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
         num_running=int(after.totals.get("num_requests_running", 0)),
         num_waiting=int(after.totals.get("num_requests_waiting", 0)),
         num_waiting_tokens=int(after.totals.get("num_waiting_tokens", 0)),
-        kv_usage=after.totals.get("kv_cache_usage_perc", 0.0),
+        kv_usage=after.kv_usage,
+        num_models_loaded=int(after.totals["model_loaded"]) if "model_loaded" in after.totals else None,
         seconds=seconds,
         generated_tokens_per_s=rate(gained("sampled_tokens_total")),
         prompt_tokens_per_s=rate(prompt),
@@ -223,7 +230,10 @@ def table(url: str, view: TopView, num_open: int) -> Table:
     drawn = Table(box=None, show_header=False, pad_edge=False, title=f"quire · {url}", title_justify="left")
     filled = round(_BAR_COLUMNS * view.kv_usage)
     state = "up" if view.engine_up else "down"
-    drawn.add_row("engine", f"{state} · {view.num_engine_restarts} restarts")
+    if view.num_models_loaded is not None:
+        state = f"{view.num_models_loaded} loaded"
+    drawn.add_row("engine" if view.num_models_loaded is None else "models",
+                  f"{state} · {view.num_engine_restarts} restarts")  # fmt: skip
     drawn.add_row("requests", f"{view.num_running} running · {view.num_waiting} waiting "
                   f"({view.num_waiting_tokens:,} tokens) · {num_open} open")  # fmt: skip
     drawn.add_row("kv cache", f"{'█' * filled}{'░' * (_BAR_COLUMNS - filled)} {100 * view.kv_usage:.0f} %"

@@ -114,6 +114,10 @@ class AdmissionControl:
     def num_open(self) -> int:
         return self._places.total
 
+    def num_held(self, client: Client) -> int:
+        """Places of one client."""
+        return self._places.held(client)
+
     def check(self, client: Client, most: int | None) -> None:
         """Raise a `QuireError` with the time after which to retry, if a request would be refused now."""
         self._check_engine()
@@ -190,12 +194,17 @@ class AdmittedEndpoint:
         context = context_of(scope)
         context.client = client_name(context.identity, scope.get("client"))
         context.priority = _whole_number(scope, _PRIORITY)
-        context.timeout_s = _number(scope, _TIMEOUT)
+        context.timeout_s = timeout_header(scope)
         token = CURRENT_CONTEXT.set(context)
         try:
             await self._app(scope, receive, send)
         finally:
             CURRENT_CONTEXT.reset(token)
+
+
+def timeout_header(scope: Scope) -> float | None:
+    """The timeout in the headers of a request."""
+    return _number(scope, _TIMEOUT)
 
 
 def _whole_number(scope: Scope, header: bytes) -> int | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,8 +23,9 @@ from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
 from quire.server.examples import EXAMPLES
+from quire.server.fair_shares import Client
 from quire.server.http.errors import HANDLERS, is_ollama
-from quire.server.http.request_context import context_of, route_path
+from quire.server.http.request_context import AdmittedPlace, context_of, route_path
 from quire.server.llamacpp import completion as llamacpp
 from quire.server.llamacpp.completion import InfillBody, LlamacppCompletionBody
 from quire.server.ollama import generate as ollama
@@ -221,13 +223,21 @@ ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)
 
 
+class RequestAdmission(Protocol):
+    """Admission control of one model, or of several."""
+
+    def check(self, client: Client, most: int | None) -> None: ...
+
+    def admit(self, client: Client, most: int | None) -> AdmittedPlace: ...
+
+
 class Application(Starlette):
     """The routes, and their admission control: under overload most of the work is to refuse."""
 
-    def __init__(self, state: ServerState, routes: list[Route]) -> None:
-        super().__init__(routes=routes, exception_handlers=HANDLERS)
+    def __init__(self, admission: RequestAdmission, routes: list[Route]) -> None:
+        super().__init__(routes=[*routes, *_shared_routes()], exception_handlers=HANDLERS)
         self.router.redirect_slashes = False  # a redirect would follow the Host header that the client sent
-        self._admission = state.admission
+        self._admission = admission
 
     def check(self, scope: Scope) -> None:
         """Raise a `QuireError` if a request that generates would be refused now; its body is not there yet."""
@@ -249,17 +259,22 @@ def _generates(scope: Scope) -> bool:
     return (scope["method"], route_path(scope)) in _GENERATING
 
 
-def make_app(state: ServerState) -> Application:
-    """The endpoints over one server state. Errors pass through it: the middleware around it writes the replies."""
+def _shared_routes() -> list[Route]:
+    """The web pages and the OpenAPI document: the same for one model and for several."""
     document = msgspec.json.encode(openapi(ENDPOINTS))
 
     async def schema(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
+    files = [Route(path, partial(static_file, name)) for path, name in STATIC_ROUTES.items()]
+    return [*files, Route("/openapi.json", schema)]
+
+
+def make_app(state: ServerState) -> Application:
+    """The endpoints over one server state. Errors pass through it: the middleware around it writes the replies."""
     routes = []
     for endpoint in ENDPOINTS:
         handler = partial(endpoint.handler, state)
         served = AdmittedEndpoint(handler) if endpoint.generates else handler
         routes.append(Route(endpoint.path, served, methods=[endpoint.method]))
-    files = [Route(path, partial(static_file, name)) for path, name in STATIC_ROUTES.items()]
-    return Application(state, [*routes, *files, Route("/openapi.json", schema)])
+    return Application(state.admission, routes)

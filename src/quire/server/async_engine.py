@@ -212,6 +212,8 @@ def options_for(context: RequestContext | None, given: RequestOptions) -> Reques
     if not context.identity.trusted and (priority != 0 or timeout_s is not None):
         name = "priority" if priority != 0 else "timeout_s"
         raise InvalidParameter(f"{name} is for keys that the operator trusts (see --api-key-file).", param=name)
+    if timeout_s is not None and context.waited_s:
+        timeout_s = max(timeout_s - context.waited_s, 0.0)
     tenant, client = context.identity.tenant, context.client
     return replace(given, priority=priority, timeout_s=timeout_s, tenant=tenant, client=client)
 

@@ -6,7 +6,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -123,6 +123,12 @@ def summarize(checkpoint: Checkpoint) -> ModelSummary:
     )
 
 
+def unknown_model(name: str, names: Iterable[str]) -> ModelNotFound:
+    """A refusal that lists the names that are served."""
+    here = ", ".join(map(repr, names))
+    return ModelNotFound(f"There is no model {shown(name)} here; this server has {here}.", param="model")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model as the APIs show it."""
@@ -147,8 +153,7 @@ class ServedModel:
     def check_model(self, name: str | None) -> None:
         """Refuse a name that is not served. None means the served model."""
         if name is not None and name not in self.names:
-            here = ", ".join(map(repr, self.names))
-            raise ModelNotFound(f"There is no model {shown(name)} here; this server has {here}.", param="model")
+            raise unknown_model(name, self.names)
 
     def text(self) -> Tokenizer:
         """The tokenizer, where text is needed."""
@@ -193,15 +198,15 @@ class ServedModel:
 
 def make_served_model(
     opened: OpenedModel,
-    info: EngineInfo,
-    constrainer: GrammarPrecompiler,
+    max_model_len: int,
+    constrainer: GrammarPrecompiler | None,
     *,
     aliases: tuple[str, ...] = (),
     chat_template: str | None = None,
     tool_format: ToolFormat | None = None,
     reasoning_tags: ReasoningTags | None = None,
 ) -> ServedModel:
-    """The model as an engine serves it. The first alias, if there is one, replaces its name.
+    """The model as an engine serves it, or would. The first alias, if there is one, replaces its name.
 
     Chat template, tool format and reasoning tags given by the operator override those in the model's files.
     """
@@ -212,8 +217,8 @@ def make_served_model(
         tokenizer=opened.tokenizer,
         chat_template=template,
         defaults=opened.default_params,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
+        max_model_len=max_model_len,
+        vocab_size=opened.checkpoint.spec.vocab_size,
         created=int(time.time()),
         aliases=aliases[1:],
         model_format=find_model_format(template, opened.tokenizer, tool_format, reasoning_tags),
@@ -221,6 +226,17 @@ def make_served_model(
         summary=summarize(opened.checkpoint),
         text_threads=TextThreads(os.cpu_count() or 1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model in the lists of the APIs. Of several models, some are not loaded."""
+
+    model: ServedModel
+    info: EngineInfo | None  # of its engine; None if it has none
+    status: str | None = None  # None: it is the only model, and stays loaded
+    reason: str | None = None  # why it could not be loaded
+    unload_in_s: float | None = None  # if no request comes; None: it stays
 
 
 @dataclass(slots=True)
@@ -235,6 +251,7 @@ class ServerState:
     loaded: ServedModel | None = None  # None until the engine is ready for the first time
     responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
     followed: FairShares = field(default_factory=FairShares)  # bytes of stored responses that are being streamed
+    list_models: Callable[[], Sequence[ListedModel]] | None = None  # with several models
     engine_state: EngineState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,6 +262,18 @@ class ServerState:
         if self.loaded is None:
             raise EngineRestarting("The model is being loaded; try again in a moment.")
         return self.loaded
+
+    @property
+    def models(self) -> Sequence[ListedModel]:
+        """All models of this server."""
+        return [ListedModel(self.model, self.engine.info)] if self.list_models is None else self.list_models()
+
+    def find_model(self, name: str) -> ListedModel:
+        models = self.models
+        found = next((listed for listed in models if name in listed.model.names), None)
+        if found is None:
+            raise unknown_model(name, [each for listed in models for each in listed.model.names])
+        return found
 
     @property
     def health(self) -> Health:

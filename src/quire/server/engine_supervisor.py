@@ -119,11 +119,13 @@ class Supervisor:
         return None if self._process is None else self._process.pid
 
     async def first_start(self) -> EngineInfo:
-        """Start the engine; a `QuireError` says why it cannot be."""
+        """Start the engine, also after `stop`; a `QuireError` says why it cannot be."""
+        self._stopping = self._ever_ready = False
+        self._failure = None
         self._engine.listen()
         self._spawn()
         await self._until_ready_or_ended()
-        if self._engine.info is None:
+        if not self._ready.is_set() or self._engine.info is None:
             raise self._refusal or EngineFailed(
                 f"The engine process ended while it was starting ({self._exit_reason()})."
             )

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from itertools import accumulate
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -45,11 +46,17 @@ _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
      "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies",
-     "slow_reader", "tokenizer_busy", "too_many_streams"}
+     "slow_reader", "tokenizer_busy", "too_many_streams", "model_not_found", "model_unavailable"}
 )  # fmt: skip
 
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # start times of series: unused
+
+
+class MetricsSource(Protocol):
+    """What a page is made of."""
+
+    def collect(self) -> Iterable[Metric]: ...
 
 
 class Metrics:
@@ -95,14 +102,15 @@ class Metrics:
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.successes.labels(reason.value)
 
-    def page(self) -> bytes:
-        """The page as it is now; under a flood of requests for it the last one, some ten ms old."""
+    def page(self, source: "MetricsSource | None" = None) -> bytes:
+        """The page as it is now; under a flood of requests for it the last one, some ten ms old. A source has the
+        metrics of several models, instead of these."""
         now_s = self._clock()
         earned_s = _PAGE_SHARE * max(now_s - self._page_at_s, 0.0)
         self._page_time_left_s = min(self._page_time_left_s + earned_s, _PAGE_BURST_S)
         self._page_at_s = now_s
         if not self._page or self._page_time_left_s > 0:
-            self._page = generate_latest(self)
+            self._page = generate_latest(source or self)
             self._page_time_left_s -= self._clock() - now_s
         return self._page
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 import uvloop
@@ -104,7 +104,6 @@ class ServerConfig:
     reasoning_tags: ReasoningTags | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
-    drain_s: float = 30.0
     serving: bool = True  # False: a batch, where latency does not matter
 
 
@@ -136,10 +135,21 @@ class ServerObservers:
     tracer: Tracer | None = None
 
 
+class DrainedEngine(Protocol):
+    """What is drained: one engine, or those of several models."""
+
+    draining: bool
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def fail_all(self, failure: Callable[[], QuireError]) -> None: ...
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn with draining on SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: DrainedEngine, drain_s: float) -> None:
         super().__init__(config)
         self._engine = engine
         self._drain_s = drain_s
@@ -216,6 +226,10 @@ class Server:
         if self._observers.tracer is not None:
             self._observers.tracer.finished(end)
 
+    async def stop(self) -> None:
+        """Stop the engine; `run_engine` must have been cancelled."""
+        await self.supervisor.stop()
+
     async def run_engine(self) -> None:
         """Start the engine and restart it when it dies. Ends only with an error."""
         opened = self._config.opened
@@ -230,7 +244,7 @@ class Server:
         info = await self.supervisor.first_start()
         self.state.loaded = make_served_model(
             opened,
-            info,
+            info.max_model_len,
             constrainer,
             aliases=config.aliases,
             chat_template=config.chat_template,
@@ -245,29 +259,47 @@ class Server:
             tasks.create_task(self.supervisor.watch())
 
 
+class ServedApplication(Protocol):
+    """An application and its engines: a `Server`, or the router of several."""
+
+    @property
+    def app(self) -> Application: ...
+
+    @property
+    def engine(self) -> DrainedEngine: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    async def run_engine(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+Serving = TypeVar("Serving", bound=ServedApplication)
+
+
 def serve_until_signal(
-    config: ServerConfig,
-    observers: ServerObservers,
+    make_server: Callable[[], Serving],
     listening: socket.socket,
-    secure: Callable[[Application, Metrics], ASGIApp],
+    secure: Callable[[Serving], ASGIApp],
     settings: Callable[[ASGIApp], dict[str, Any]],
+    drain_s: float,
 ) -> None:
     """Serve until a signal. A `QuireError` is raised if the engine cannot be started, or not restarted."""
 
     async def serve() -> None:
-        server = Server(config, observers)
-        app = secure(server.app, server.metrics)
-        if observers.tracer is not None:
-            app = observers.tracer.around(app, server)
+        server = make_server()
+        app = secure(server)
         uvicorn_config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
-        http_server = DrainingServer(uvicorn_config, server.engine, config.drain_s)
+        http_server = DrainingServer(uvicorn_config, server.engine, drain_s)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
         try:
             await http_server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
         finally:
             running.cancel()  # first: an engine that is stopped from here has not failed
-            await server.supervisor.stop()
+            await server.stop()
             with contextlib.suppress(asyncio.CancelledError):
                 await first_error(running)
 

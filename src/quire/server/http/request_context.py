@@ -51,6 +51,7 @@ class RequestContext:
     num_completion_tokens: int | None = None
     priority: int | None = None  # from its headers
     timeout_s: float | None = None
+    waited_s: float = 0.0  # for its model to be loaded: part of the timeout
     warning: str | None = None  # for a header of the response
     status: int | None = None  # once the response has begun
     complete: bool = False

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.core.errors import QuireError, shown
 from quire.engine.stats import EngineInfo
-from quire.server.context import ModelSummary, ServedModel, ServerState
+from quire.server.context import ListedModel, ModelSummary, ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import route_path
 from quire.server.http.sse import json_response, until_disconnect
@@ -65,22 +65,26 @@ class OllamaPromptBody(Struct, kw_only=True):
 
 
 async def tags(state: ServerState, request: Request) -> Response:
-    return json_response({"models": [_card(state.model, name) for name in state.model.names]})
+    return json_response({"models": [_card(each.model, name) for each in state.models for name in each.model.names]})
 
 
 async def ps(state: ServerState, request: Request) -> Response:
-    """The loaded models: the served one, with the memory of its weights and KV cache."""
-    model, info = state.model, state.engine.info
-    used = 0 if info is None else info.memory.weights + info.memory.kv
-    in_gpu = used if _on_gpu(info) else 0
-    loaded: Body = {"size": used, "size_vram": in_gpu, "expires_at": _NEVER, "context_length": model.max_model_len}
-    return json_response({"models": [_card(model, model.name) | loaded]})
+    """The loaded models, with the memory of their weights and KV caches."""
+    return json_response({"models": [_loaded(each.model, each.info, each) for each in state.models if each.info]})
+
+
+def _loaded(model: ServedModel, info: EngineInfo, listed: ListedModel) -> Body:
+    used = info.memory.weights + info.memory.kv
+    in_gpu = 0 if info.device.lower().startswith("cpu") else used
+    expires = _NEVER if listed.unload_in_s is None else timestamp(time.time() + listed.unload_in_s)
+    loaded: Body = {"size": used, "size_vram": in_gpu, "expires_at": expires, "context_length": model.max_model_len}
+    return _card(model, model.name) | loaded
 
 
 async def show(state: ServerState, request: Request) -> Response:
     body = await read(request, OllamaModelBody)
-    model = state.model
-    check_name(model, body.model or body.name)
+    name = body.model or body.name
+    model = (state.models[0] if name is None else find_tagged(state, name)).model
     capabilities = ["completion"]
     if model.model_format.detected.tools is not None:
         capabilities.append("tools")
@@ -99,17 +103,23 @@ async def show(state: ServerState, request: Request) -> Response:
     )
 
 
+def find_tagged(state: ServerState, name: str) -> ListedModel:
+    """A model by its name, with or without the tag `latest`."""
+    tagged = any(name in listed.model.names for listed in state.models)
+    return state.find_model(name if tagged else name.removesuffix(LATEST))
+
+
 async def version(state: ServerState, request: Request) -> Response:
     return json_response({"version": _API_VERSION, "quire": __version__})
 
 
 async def pull(state: ServerState, request: Request) -> Response:
-    """The served model is there; others are not fetched on the word of a client."""
+    """A served model is there; others are not fetched on the word of a client."""
     body = await read(request, OllamaModelBody)
     name = body.model or body.name
-    model = state.model
-    if name not in model.names and str(name).removesuffix(LATEST) not in model.names:
-        here = ", ".join(map(repr, model.names))
+    names = [each for listed in state.models for each in listed.model.names]
+    if name not in names and str(name).removesuffix(LATEST) not in names:
+        here = ", ".join(map(repr, names))
         raise ModelRefused(
             f"Models are not pulled over HTTP, and {shown(name)} is not served here; this server has {here}. On its "
             f"machine: quire pull NAME, quire serve NAME.",
@@ -168,10 +178,6 @@ async def _vectors(state: ServerState, request: Request, body: EmbeddingBody) ->
     inputs = await state.model.text_threads.run(input_ids, body, state.model)
     vectors = await until_disconnect(request, embed_inputs(state.engine, inputs, body))
     return [vector.tolist() for vector in vectors], sum(map(len, inputs))
-
-
-def _on_gpu(info: EngineInfo | None) -> bool:
-    return info is not None and not info.device.lower().startswith("cpu")
 
 
 def _card(model: ServedModel, name: str) -> Body:

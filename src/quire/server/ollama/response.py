@@ -52,10 +52,10 @@ class OllamaResponse:
         self._reason: str | None = None
 
     @staticmethod
-    def loaded(model: str, *, is_chat: bool) -> Body:
-        """The response to a request that only loads the model."""
+    def loaded(model: str, *, is_chat: bool, reason: str = "load") -> Body:
+        """The response to a request that only loads the model, or unloads it."""
         content: Body = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": "load"}
+        return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": reason}
 
     def whole(self, result: ChatResult) -> Body:
         [output], [choice] = result.output.outputs, result.choices

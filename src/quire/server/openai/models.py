@@ -6,7 +6,8 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.server.chat.prompt import ChatPrompt, chat_prompt
-from quire.server.context import ServedModel, ServerState
+from quire.server.context import ListedModel, ServedModel, ServerState
+from quire.server.http.errors import sanitized
 from quire.server.http.sse import json_response
 from quire.server.request.decode import read
 from quire.server.request.schema import ApplyTemplateBody, ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
@@ -16,21 +17,22 @@ MAX_DETOKENIZED = 1 << 20  # tokens, or the context length if longer: decoding h
 
 
 async def models(state: ServerState, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_card(state.model, name) for name in state.model.names]})
+    cards = [_card(listed, name) for listed in state.models for name in listed.model.names]
+    return json_response({"object": "list", "data": cards})
 
 
 async def model(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    state.model.check_model(name)
-    return json_response(_card(state.model, name))
+    return json_response(_card(state.find_model(name), name))
 
 
 async def version(state: ServerState, request: Request) -> Response:
     return json_response({"version": __version__})
 
 
-def _card(model: ServedModel, name: str) -> dict[str, object]:
-    return {
+def _card(listed: ListedModel, name: str) -> dict[str, object]:
+    model = listed.model
+    card: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": model.created,
@@ -39,6 +41,11 @@ def _card(model: ServedModel, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+    if listed.status is not None:  # as llama.cpp has it
+        card["status"] = {"value": listed.status}
+        if listed.reason is not None:
+            card["status"] = {"value": listed.status, "failed": True, "reason": sanitized(listed.reason)}
+    return card
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:

@@ -27,6 +27,7 @@ function openStorage() {
 const store = new ConversationStore(openStorage());
 const running = new Map(); // by conversation: { controller, message, conversation }
 let current = newConversation(newId(), Date.now(), store.settings);
+let models = []; // as the server lists them
 let views = new Map(); // by message: what shows it
 
 // ---- showing
@@ -49,6 +50,7 @@ function showMessages() {
   byId("log").replaceChildren(...messages.map(messageElement));
   if (!messages.length) byId("log").append(element("p", { className: "welcome", text: "Ask something. The conversation stays in this browser." }));
   byId("title").textContent = current.title || "New chat";
+  showModel();
   document.title = (current.title ? current.title + " · " : "") + "quire";
   const busy = running.has(current.id);
   byId("send").hidden = busy;
@@ -235,6 +237,7 @@ async function answer(conversation, question) {
   if (running.has(conversation.id)) return;
   notice("");
   const body = requestBody(conversation, question);
+  if (!models.some(({ id }) => id === body.model)) delete body.model; // of another server, or not served any more
   const message = addMessage(conversation, {
     id: newId(), parent: question, role: "assistant", content: "", reasoning: "", toolCalls: [], state: "streaming", json: body.response_format !== undefined,
   });
@@ -354,6 +357,7 @@ async function copyCode(text, button) {
 function openSettings() {
   byId("system").value = current.settings.system ?? "";
   byId("json").checked = current.settings.json === true;
+  byId("chosen-model").value = modelOf(current).id;
   for (const { name } of SETTINGS_FIELDS) byId("field-" + name).value = current.settings[name] ?? "";
   byId("settings").showModal();
 }
@@ -367,11 +371,13 @@ function settingsFields() {
 
 function closeSettings() {
   const given = { system: byId("system").value, json: byId("json").checked };
+  if (models.length > 1) given.model = byId("chosen-model").value;
   for (const { name } of SETTINGS_FIELDS) {
     const text = byId("field-" + name).value;
     if (text !== "") given[name] = Number(text);
   }
   current.settings = cleanSettings(given);
+  showModel();
   save(current);
   try {
     store.settings = current.settings;
@@ -386,11 +392,24 @@ function askForKey(reason) {
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
+/** The model that answers a conversation: the one of its settings, if it is served here, or the first. */
+function modelOf(conversation) {
+  return models.find((model) => model.id === conversation.settings.model) ?? models[0] ?? { id: "", max_model_len: 0 };
+}
+
+function showModel() {
+  const { id, max_model_len: context, status } = modelOf(current);
+  const state = !status || status.value === "loaded" ? "" : ` · ${status.value}`;
+  if (id) byId("model").textContent = `${id} · context ${context.toLocaleString("en")}${state}`;
+}
+
 async function greet() {
   const model = byId("model");
   try {
-    const [served] = (await (await request("v1/models")).json()).data;
-    model.textContent = `${served.id} · context ${served.max_model_len.toLocaleString("en")}`;
+    models = (await (await request("v1/models")).json()).data;
+    byId("chosen-model").replaceChildren(...models.map(({ id }) => element("option", { value: id, text: id })));
+    byId("model-choice").hidden = models.length < 2;
+    showModel();
     model.classList.remove("trouble");
   } catch (error) {
     model.textContent = error.status === 401 ? "API key needed" : error.message;

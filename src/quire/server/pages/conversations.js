@@ -33,6 +33,7 @@ export function cleanSettings(given) {
   }
   if (typeof given.system === "string" && given.system.trim()) clean.system = given.system;
   if (given.json === true) clean.json = true;
+  if (typeof given.model === "string" && given.model && given.model.length <= 200) clean.model = given.model;
   return clean;
 }
 

@@ -126,10 +126,16 @@ function showTables(view) {
   )));
 }
 
+/** The parameter that names the chosen model, where there are several. */
+function ofModel(mark) {
+  const name = byId("models").value;
+  return name ? `${mark}model=${encodeURIComponent(name)}` : "";
+}
+
 async function explain(number) {
   byId("story-title").textContent = `Request ${number}`;
   try {
-    const body = await (await request(`engine/requests/${number}/explain`)).json();
+    const body = await (await request(`engine/requests/${number}/explain${ofModel("?")}`)).json();
     byId("story-text").textContent = body.lines.join("\n");
   } catch (error) {
     byId("story-text").textContent = error.message;
@@ -156,7 +162,7 @@ async function readState() {
   if (!paused && !document.hidden) {
     try {
       const since = timeline.last;
-      latest = await (await request(`engine/state?since=${since}`)).json();
+      latest = await (await request(`engine/state?since=${since}${ofModel("&")}`)).json();
       if (latest.step < since) timeline.steps = []; // the engine was restarted
       timeline.add(latest.steps);
       notice("");
@@ -196,6 +202,12 @@ byId("key-form").addEventListener("submit", (event) => {
   notice("");
 });
 addEventListener("resize", draw);
-request("v1/models").then((response) => response.json()).then((body) => { byId("model").textContent = body.data[0].id; }, () => {});
+byId("models").addEventListener("change", () => { timeline.steps = []; });
+request("v1/models").then((response) => response.json()).then(({ data }) => {
+  byId("models").hidden = data.length < 2 || !data[0].status;
+  byId("model").textContent = byId("models").hidden ? data[0].id : "";
+  if (byId("models").hidden) return;
+  byId("models").append(new Option("the one used last", ""), ...data.filter(({ id, root }) => id === root).map(({ id }) => new Option(id, id)));
+}, () => {});
 readState();
 readMetrics();
