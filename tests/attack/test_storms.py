@@ -129,6 +129,38 @@ def test_bodies_that_are_announced_and_compressed_bombs(server: Running, report:
     assert endure(server, report, "300 × Expect: 100-continue, 100 compressed bombs", attack()) == {415: 100}
 
 
+def large_bodies() -> dict[str, bytes]:
+    """Each nearly as large as a body may be, and within the limits of what it may hold."""
+    message = json.dumps({"role": "user", "content": "a" * 440})
+    return {
+        "one text": b'{"max_tokens": 4, "prompt": "' + b"a b " * 4_000_000 + b'"}',
+        "token ids": b'{"max_tokens": 4, "prompt": [' + b",".join([b"7"] * 8_000_000) + b"]}",
+        "messages": b'{"max_tokens": 4, "messages": [' + ",".join([message] * 33_000).encode() + b"]}",
+    }
+
+
+@pytest.mark.parametrize("what", ["one text", "token ids", "messages"])
+def test_large_bodies_at_once(server: Running, report: Report, what: str) -> None:
+    """Eight clients, three bodies of 16 MB each, complete. Each is read by a thread of its own."""
+    body = large_bodies()[what]
+    path = "/v1/chat/completions" if what == "messages" else "/v1/completions"
+    sent = bare("POST", path, "Content-Type: application/json", f"Content-Length: {len(body)}", body=body)
+
+    def post() -> int:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(sent)
+            return int(connection.recv(64).split(b" ")[1])
+
+    async def client() -> list[int]:
+        return [await asyncio.to_thread(post) for _ in range(3)]
+
+    async def attack() -> Counter[int]:
+        return Counter(status for each in await asyncio.gather(*[client() for _ in range(8)]) for status in each)
+
+    statuses = endure(server, report, f"8 × 3 bodies of 16 MB, {what}", attack())
+    assert set(statuses) <= {400, 413, 429}, statuses
+
+
 @pytest.mark.parametrize(
     ("what", "fields", "statuses"),
     [

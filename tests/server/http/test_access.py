@@ -184,7 +184,7 @@ def test_a_root_path_keeps_the_same_routes_closed() -> None:
         assert client.get("/metrics", headers=BEARER).status_code == 200
 
 
-# RunnerPair
+# Bodies
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Limits on bodies are checked before any work: nothing is tokenized and nothing is submitted."""
 
+import asyncio
 import threading
 from collections.abc import Iterable
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from quire.server.anthropic import messages
 from quire.server.chat import messages as conversation
@@ -12,6 +15,7 @@ from quire.server.chat import prompt as fitting
 from quire.server.chat.messages import MessageBuilder
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
+from quire.server.http.sse import run_inline_if_short
 from quire.server.openai import models as tokenizing
 from quire.server.openai import responses
 from quire.text.tokenizer import Tokenizer
@@ -148,6 +152,35 @@ def test_a_large_body_is_translated_off_the_event_loop(
         post(app_over(Script(["Hello."]), model), path, body)
     small, large = translators
     assert small is threading.current_thread() is not large
+
+
+def test_long_bodies_are_read_one_at_a_time_and_others_pass_them() -> None:
+    """Three long bodies, two of which come first, and a medium one: it is done while the first long one is at work."""
+    at_work, medium_done = [0], threading.Event()
+    most = 0
+
+    def work(is_long: bool) -> None:
+        nonlocal most
+        if not is_long:
+            medium_done.set()
+            return
+        at_work[0] += 1
+        most = max(most, at_work[0])
+        assert medium_done.wait(30)
+        at_work[0] -= 1
+
+    async def run_all() -> None:
+        def request_of(num_bytes: int) -> Request:
+            async def receive() -> Message:
+                return {"type": "http.request", "body": b" " * num_bytes}
+
+            return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+        sizes = [2 << 20, 2 << 20, 1 << 19, 2 << 20]
+        await asyncio.gather(*[run_inline_if_short(request_of(size), work, size > 1 << 20) for size in sizes])
+
+    asyncio.run(run_all())
+    assert most == 1
 
 
 @pytest.mark.parametrize(

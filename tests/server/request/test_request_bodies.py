@@ -1,4 +1,4 @@
-"""RunnerPair are read once, at the edge: typed, bounded, and refused by name."""
+"""Bodies are read once, at the edge: typed, bounded, and refused by name."""
 
 import json
 import math
@@ -14,7 +14,16 @@ from quire.server.anthropic.messages import MessagesBody
 from quire.server.anthropic.messages import as_chat as messages_as_chat
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.openai.responses_input import as_chat as responses_as_chat
-from quire.server.request.decode import MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, JsonSize, decode, nests_deeper, size_of
+from quire.server.request.decode import (
+    MAX_COMMAS,
+    MAX_DEPTH,
+    MAX_OBJECTS,
+    MAX_STRINGS,
+    JsonSize,
+    decode,
+    nests_deeper,
+    size_of,
+)
 from quire.server.request.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -174,15 +183,24 @@ def objects_and_strings(value: object) -> tuple[int, int]:
     return own + sum(each for each, _ in counted), sum(each for _, each in counted)
 
 
+def commas(value: object) -> int:
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(len(inner) - 1, 0) + sum(map(commas, inner))
+
+
 @given(value=JSON, indent=st.sampled_from([None, 1]))
 def test_the_size_of_a_text_is_that_of_its_value(value: object, indent: int | None) -> None:
-    assert size_of(json.dumps(value, indent=indent).encode()) == (depth(value), *objects_and_strings(value))
+    assert size_of(json.dumps(value, indent=indent).encode()) == (
+        depth(value),
+        *objects_and_strings(value),
+        commas(value),
+    )
 
 
 @pytest.mark.parametrize("num_before", [*range(6), (1 << 18) - 3, (1 << 18) - 2, (1 << 18) - 1, 1 << 18])
 def test_an_escape_at_the_end_of_a_block_stays_whole(num_before: int) -> None:
     escaped = ["x" * num_before + "\\" * (1 << 18) + '"{', {"\\": '\\"['}]
-    assert size_of(json.dumps(escaped).encode()) == (2, 2, 3)
+    assert size_of(json.dumps(escaped).encode()) == (2, 2, 3, 1)
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
@@ -193,7 +211,13 @@ def test_a_body_that_would_take_ten_times_its_bytes_is_refused(kind: type[msgspe
     strings = {**CHAT, "prompt": "hi", "metadata": [""] * MAX_STRINGS}
     assert f"{MAX_STRINGS} strings" not in refused(json.dumps(strings).encode(), kind).message
     blocks = b"[" + b"{}," * (1 << 20)
-    assert MAX_OBJECTS < size_of(blocks, JsonSize(9, MAX_OBJECTS, 9)).num_objects < 2 * MAX_OBJECTS, "no more is read"
+    assert MAX_OBJECTS < size_of(blocks, JsonSize(9, MAX_OBJECTS, 9, MAX_OBJECTS)).num_objects < 2 * MAX_OBJECTS, (
+        "no more is read"
+    )
+    ids = {**CHAT, "prompt": [7] * (MAX_COMMAS + 2)}
+    assert f"a request may bring {MAX_COMMAS}" in refused(json.dumps(ids).encode(), kind).message
+    commas = {**CHAT, "prompt": "," * (MAX_COMMAS + 2)}
+    assert decode(json.dumps(commas).encode(), kind), "text may have any commas"
     code = {**CHAT, "prompt": '{"a": ["b", {}]} ' * MAX_OBJECTS}
     assert decode(json.dumps(code).encode(), kind), "text may have any brackets"
 

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -20,17 +21,35 @@ from quire.server.http.errors import error_body, log_failure
 from quire.server.http.request_context import CURRENT_CONTEXT, context_of, has_context
 
 _SHORT_BYTES = 1 << 16  # decoding this much is faster than handing it to a thread
+_MEDIUM_BYTES = 1 << 20  # longer bodies wait for each other, and not these for them
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _BodyThreads(NamedTuple):
+    """Of one event loop: work on bodies holds the interpreter's lock, so the loop would have its turn after as many
+    bodies as there are threads at work."""
+
+    medium: asyncio.Semaphore
+    long: asyncio.Semaphore
+
+
+_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, _BodyThreads] = WeakKeyDictionary()
+
+
 async def run_inline_if_short(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of work on the body of a request: done inline if the body is short, else on a thread."""
-    if len(await request.body()) <= _SHORT_BYTES:
+    """The result of work on the body of a request: done inline if the body is short, else on a thread, one medium and
+    one long body at a time."""
+    num_bytes = len(await request.body())
+    if num_bytes <= _SHORT_BYTES:
         return work(*args, **kwargs)
-    return await run_in_threadpool(work, *args, **kwargs)
+    loop = asyncio.get_running_loop()
+    if (threads := _threads.get(loop)) is None:
+        threads = _threads[loop] = _BodyThreads(asyncio.Semaphore(), asyncio.Semaphore())
+    async with threads.medium if num_bytes <= _MEDIUM_BYTES else threads.long:
+        return await run_in_threadpool(work, *args, **kwargs)
 
 
 def finite(value: float) -> float:

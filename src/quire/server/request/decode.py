@@ -16,44 +16,50 @@ from quire.server.http.request_context import context_of, has_context
 from quire.server.http.sse import run_inline_if_short
 from quire.server.request.schema import Legacy, StructuredOutputs, refuse_legacy
 
-_OTHERS = bytes(byte for byte in range(256) if byte not in b'[]{}"')
+_OTHERS = bytes(byte for byte in range(256) if byte not in b'[]{}",')
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 _BLOCK_BYTES = 1 << 18
 # Of one body. Decoded, a short object takes ten times its bytes, and decoding holds up all other threads: these take
-# some 40 MB and 0.1 s. A chat of 10,000 messages has 30,000 lists and objects and 60,000 strings.
+# some 40 MB and 0.1 s. A chat of 10,000 messages has 30,000 lists and objects and 60,000 strings; 200 prompts of 8,000
+# token ids have 1,600,000 commas.
 MAX_OBJECTS = 100_000
 MAX_STRINGS = 500_000
+MAX_COMMAS = 2_000_000
 
 
 class JsonSize(NamedTuple):
-    """Of a JSON text: how many lists and objects are open at once, and how many there are, and strings. At least,
-    where it is not JSON."""
+    """Of a JSON text: how many lists and objects are open at once, and how many there are, and strings, and commas
+    between values. At least, where it is not JSON."""
 
     depth: int
     num_objects: int
     num_strings: int
+    num_commas: int
 
 
 def size_of(body: bytes, most: JsonSize | None = None) -> JsonSize:
     """In linear time, with little memory, and block by block: other threads run in between. Beyond `most` nothing is
     counted any more."""
-    num_quotes = depth = deepest = num_objects = 0
+    num_quotes = depth = deepest = num_objects = num_commas = 0
     for marks in _marks(body):
         block = np.frombuffer(marks, np.uint8)
         quotes = num_quotes + np.cumsum(block == ord('"'))
-        steps = np.where(quotes % 2, 0, _STEPS[block])
+        outside = quotes % 2 == 0
+        steps = np.where(outside, _STEPS[block], 0)
         depths = depth + np.cumsum(steps)
         num_objects += int(np.count_nonzero(steps > 0))
+        num_commas += int(np.count_nonzero((block == ord(",")) & outside))
         num_quotes, depth, deepest = int(quotes[-1]), int(depths[-1]), max(deepest, int(depths.max()))
-        if most is not None and (deepest > most[0] or num_objects > most[1] or num_quotes // 2 > most[2]):
+        size = JsonSize(deepest, num_objects, num_quotes // 2, num_commas)
+        if most is not None and any(count > limit for count, limit in zip(size, most, strict=True)):
             break
-    return JsonSize(deepest, num_objects, num_quotes // 2)
+    return JsonSize(deepest, num_objects, num_quotes // 2, num_commas)
 
 
 def _marks(body: bytes) -> Iterator[bytes]:
-    """Brackets and quotes, without escaped ones; no block ends between a backslash and what it escapes."""
+    """Brackets, quotes and commas, without escaped ones; no block ends between a backslash and what it escapes."""
     start = 0
     while start < len(body):
         block = body[start : start + _BLOCK_BYTES]
@@ -85,7 +91,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 def decode(body: bytes, kind: type[Kind]) -> Kind:
     """A body of this kind, or an error that names the field."""
     if len(body) > MAX_OBJECTS or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_size(size_of(body, JsonSize(MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS)))
+        _check_size(size_of(body, JsonSize(MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, MAX_COMMAS)))
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -104,6 +110,11 @@ def _check_size(size: JsonSize) -> None:
         raise InvalidPrompt(
             f"The body has at least {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
             f"bring {MAX_OBJECTS} and {MAX_STRINGS}."
+        )
+    if size.num_commas > MAX_COMMAS:
+        raise InvalidPrompt(
+            f"The body has at least {size.num_commas} values in its lists and objects; a request may bring "
+            f"{MAX_COMMAS}. Send fewer prompts at once."
         )
 
 
