@@ -2,14 +2,17 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from datetime import datetime
 
 import pytest
 
 from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt
+from quire.core.worker_process import WorkerProcess
 from quire.text import template_sandbox as sandbox
 from quire.text import template_worker
 from quire.text.chat_template import render
+from quire.text.template_worker import RendererKilled
 from quire.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -168,6 +171,22 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"
     assert template_worker._worker._process is not process
+
+
+def test_a_worker_that_is_killed_again_and_again_is_not_blamed_on_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, pids = template_worker._exchange, []
+
+    def killed(process: WorkerProcess, message: Mapping[str, object]) -> object:
+        os.kill(process.pid, signal.SIGKILL)
+        pids.append(process.pid)
+        return exchange(process, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(template_worker, "_exchange", killed)
+        with pytest.raises(RendererKilled, match="killed twice") as caught:
+            render(CHATML, USER)
+    assert caught.value.status == 503 and len(set(pids)) == 2
+    assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"
 
 
 @pytest.mark.parametrize(

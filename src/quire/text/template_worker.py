@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from quire.core.errors import ChatTemplateError
+from quire.core.errors import ChatTemplateError, QuireError
 from quire.core.worker_process import WorkerProcess, connect, limit_memory, limit_time, receive_frame, send_frame
 from quire.text.template_sandbox import compile_sandboxed, render_sandboxed
 
@@ -21,6 +21,15 @@ CPU_S = 2.0  # for one rendering; a chat of 10,000 messages takes 0.1 s
 WALL_S = 20.0  # on a busy machine
 NUM_BYTES = 512 << 20  # beyond those of the process at its start; the largest text takes 64 MiB, and there are copies
 _GRACE_S = 2.0
+
+
+class RendererKilled(QuireError):
+    """Something other than its own limits killed the process twice: the cause is the machine, not the template."""
+
+    status = 503
+    code = "renderer_killed"
+    retry_after_s = 2.0
+    exit_code = 1
 
 
 class TemplateWorker:
@@ -32,7 +41,7 @@ class TemplateWorker:
         self._owner = 0  # the process that started it: after a fork, another one is needed
 
     def call(self, message: Mapping[str, object]) -> str:
-        """The rendered text. Raises `ChatTemplateError`."""
+        """The rendered text. Raises `ChatTemplateError`, or `RendererKilled`."""
         with self._lock:
             for _ in range(2):
                 process = self._running()
@@ -40,13 +49,21 @@ class TemplateWorker:
                 if reply is not None:
                     break
                 self._process = None
-                if process.close() in (-signal.SIGPROF, -signal.SIGALRM):
+                status = process.close()
+                if status in (-signal.SIGPROF, -signal.SIGALRM):
                     raise ChatTemplateError(
                         f"The model's chat template was stopped: it took more than {CPU_S:g} s of CPU time, or "
                         f"{WALL_S:g} s in all."
                     )
             else:
-                raise ChatTemplateError("The model's chat template was stopped: its process was killed twice.")
+                if status == -signal.SIGKILL:
+                    raise RendererKilled(
+                        "The process that renders chat templates was killed twice, as a machine without free memory "
+                        "does. Try again."
+                    )
+                raise ChatTemplateError(
+                    f"The model's chat template was stopped: it ended its process twice ({status})."
+                )
         if "error" in reply:
             raise ChatTemplateError(reply["error"])
         return str(reply["text"])
@@ -71,7 +88,7 @@ _worker = TemplateWorker()
 
 
 def render_in_worker(template: str, variables: Mapping[str, object], now: datetime) -> str:
-    """Render. Raises `ChatTemplateError`."""
+    """Render. Raises `ChatTemplateError`, or `RendererKilled`."""
     return _worker.call({"template": template, "variables": variables, "now": now.isoformat()})
 
 
