@@ -50,6 +50,18 @@ def test_at_least_one_token_is_always_computed() -> None:
     assert bench.emitted[again.id] == oracle_output(SHARED, 4)
 
 
+def test_the_prefix_of_a_request_that_waits_is_used_by_it() -> None:
+    """Of two cached prompts the older one is that of a request which waits for two rows: the other is evicted."""
+    bench = Bench(blocks=10, rows=2, oracle=True)
+    after(bench, SHARED[:8], max_tokens=1)
+    after(bench, counting(400, 8), max_tokens=1)
+    bench.add(counting(600, 4), 22)
+    bench.turn()
+    first, _ = bench.add_group([*SHARED[:8], 900], 2, 2)
+    bench.run()
+    assert first.group.num_cached == 8
+
+
 def test_a_follow_up_hits_the_generated_tokens_too() -> None:
     bench = Bench(oracle=True)
     first = after(bench, SHARED, max_tokens=6)

@@ -108,6 +108,21 @@ def test_only_the_tenant_above_its_share_gives_and_the_least_lost_work_goes() ->
     assert sorted(s.group.num_preemptions for s in short) == [0, 1]
 
 
+def test_rows_of_lower_classes_that_go_anyway_are_no_spare_rows() -> None:
+    """Nine rows, three tenants. x has two rows of a lower class, which go first, and then its share of three: though
+    these have the least to lose, the third row comes from z, which has four."""
+    bench = Bench(blocks=400, rows=9, policy=policy_of(), budget=200)
+    low = [bench.add([i + 800], LENGTH, tenant="x", priority=1) for i in range(2)]
+    of_x, of_z = flood(bench, 3, "x", num_prompt=3), flood(bench, 4, "z", num_prompt=15)
+    bench.turns(2)
+    assert rows_of(bench) == {"x": 5, "z": 4}
+    waiting = bench.add_group([7], 3, 3, tenant="y")
+    bench.turns(2)
+    assert all(each.row is not None for each in waiting)
+    assert [each.group.num_preemptions for each in (*low, *of_x)] == [1, 1, 0, 0, 0]
+    assert sum(each.group.num_preemptions for each in of_z) == 1
+
+
 def test_a_row_is_taken_that_frees_enough_blocks() -> None:
     """The flood can spare one row of three. The one with the least to lose frees one block too few: the other goes."""
     bench = Bench(blocks=14, block_size=4, rows=4, policy=policy_of(), budget=200)
