@@ -182,6 +182,7 @@ def test_a_row_is_waited_for_before_it_is_taken() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_the_limit_of_preemptions_holds(most: int) -> None:
+    """Within a term, which does not end here."""
     bench = Bench(blocks=400, rows=2, policy=policy_of(max_preemptions=most))
     hostile = flood(bench, 2)
     for i in range(8):
@@ -190,6 +191,49 @@ def test_the_limit_of_preemptions_holds(most: int) -> None:
     bench.run()
     assert max(s.group.num_preemptions for s in hostile) == most
     assert bench.scheduler.counters.share_preemptions == 2 * most
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_term(priority: int) -> None:
+    """The others are of its class, or of a higher one. It loses its rows once a term, and ends all the same."""
+    order = OrderPolicy(share_patience_s=0.0, share_term_s=5.0, ageing_s=0.0)
+    bench = Bench(blocks=400, rows=4, policy=policy_of(order, max_preemptions=0), oracle=True)
+    bench.now_s = 1.0
+    large = bench.add_group([7, 8, 9], 30, 4, tenant="large", priority=priority)
+    bench.turns(3)
+    quiet = [bench.add([20 + i], 2, tenant="quiet") for i in range(2)]
+    bench.now_s = 5.9
+    bench.turns(2 * bench.scheduler.kv.block_size)
+    assert bench.num_preemptions == 0 and rows_of(bench) == {"large": 4}
+    bench.now_s = 6.0
+    bench.turns(bench.scheduler.kv.block_size + 2)
+    assert bench.num_preemptions == 1 and all(each.id in bench.finished for each in quiet)
+    bench.turns(3)
+    assert rows_of(bench) == {"large": 4}
+    late = bench.add([30], 2, tenant="quiet")
+    bench.now_s = 10.9
+    bench.turns(bench.scheduler.kv.block_size + 2)
+    assert bench.num_preemptions == 1, "the next term began when its tokens were computed again"
+    bench.now_s = 11.0
+    bench.turns(bench.scheduler.kv.block_size + 2)
+    assert bench.num_preemptions == 2
+    bench.run()
+    assert [bench.emitted[each.id] for each in large] == [oracle_output([7, 8, 9], 30, each.index) for each in large]
+    assert bench.emitted[late.id] == oracle_output([30], 2)
+
+
+def test_within_its_share_a_request_that_was_preempted_too_often_keeps_its_rows() -> None:
+    """Six rows, three tenants. No term is left for any; the two rows that are due come from the one with four, though
+    the other is of a lower class."""
+    order = OrderPolicy(share_patience_s=0.0, share_term_s=0.0)
+    bench = Bench(blocks=400, rows=6, policy=policy_of(order, max_preemptions=0))
+    modest = bench.add_group([7, 8, 9], LENGTH, 2, tenant="modest", priority=1)
+    flood(bench, 4, "flood", num_prompt=15)
+    bench.turns(3)
+    flood(bench, 2, "quiet")
+    bench.turns(bench.scheduler.kv.block_size + 2)
+    assert rows_of(bench) == {"modest": 2, "flood": 2, "quiet": 2}
+    assert modest[0].group.num_preemptions == 0
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ class RequestGroup:
     __slots__ = (
         "admitted_s",
         "arrived_s",
+        "caught_up_s",
         "events",
         "has_first_token",
         "num_accepted",
@@ -153,6 +154,7 @@ class RequestGroup:
         self.was_assigned = False
         self.has_first_token = False  # one of its sequences has emitted a token
         self.admitted_s: float | None = None  # when it first got rows
+        self.caught_up_s = 0.0  # when the last of its running sequences had computed all its tokens
         self.num_drafted = 0  # drafts verified
         self.num_accepted = 0  # tokens gained by them
         self.num_cached = 0  # prompt tokens found in the cache at its first admission

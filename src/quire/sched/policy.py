@@ -56,7 +56,7 @@ class Policy:
     itl_per_decode: float = 0.0  # the target is at least this factor times the decode-only step
     max_step_s: float | None = None  # largest predicted time of a step with prompts; None: the token budget decides
     captured_sizes: tuple[CapturedSizes, ...] = ()  # ascending
-    max_preemptions: int = 3  # of one request group; then its whole length is reserved
+    max_preemptions: int = 3  # of one request group; then its whole length is reserved, and only a share takes rows
     max_waiting: int | None = None  # request groups
     max_waiting_tokens: int | None = None  # prompt tokens of waiting groups
     speculation: SpeculationPolicy = field(default_factory=SpeculationPolicy)

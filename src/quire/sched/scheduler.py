@@ -400,7 +400,8 @@ class Scheduler:
         state, row, request, num_tokens = self._state, sequence.row, sequence.request, len(sequence.tokens)
         assert row is not None, sequence
         sequence.num_computed = stop
-        sequence.caught_up = stop == sequence.num_planned == num_tokens or sequence.caught_up
+        if stop == sequence.num_planned == num_tokens and not sequence.caught_up:
+            sequence.caught_up, sequence.group.caught_up_s = True, state.now_s
         samples = request.beam is None and not request.sampling.pooled
         if not failed and stop == num_tokens == len(request.prompt) and samples:
             state.note_first_token(sequence.group)

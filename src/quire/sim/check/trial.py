@@ -142,7 +142,9 @@ class CheckRun:
             right = [recounted.service[tenant] for tenant in self.scenario.tenants]
             assert np.allclose(charged, right), f"tenants were charged {charged}, not {right}"
         for group in self._groups:
-            assert group.num_preemptions <= self.scenario.policy.max_preemptions, f"{group} was preempted too often"
+            policy = self.scenario.policy
+            if not policy.order.fair or len(self.scenario.tenants) < 2:  # else only for a share, judged at each search
+                assert group.num_preemptions <= policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
 
     def _masks(self, sequences: Many[Sequence]) -> IntArray:
