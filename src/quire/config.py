@@ -148,6 +148,10 @@ class EngineConfig:
         "--attention-backend", "auto", ATTENTION_BACKENDS,
         "Attention kernels on a GPU. auto: the fastest installed ones, as measured.",
     )  # fmt: skip
+    batch_invariant: bool = _declare(
+        False, Setting("switch", "A request's logits have the same bits in every batch; slower on a GPU.",
+                       flag="--batch-invariant"),
+    )  # fmt: skip
     max_model_len: int | None = _integer(
         "--max-model-len", None, 2, 2**24 - 1,
         "Longest prompt plus completion, e.g. 32k. auto: what model and memory allow.", unit="tokens",
@@ -233,6 +237,7 @@ class SettingsDict(TypedDict, total=False):
     dtype: object  # a name, or torch's own
     quantization: str
     attention_backend: str
+    batch_invariant: bool
     max_model_len: int | str | None
     block_size: int
     kv_cache_memory: int | str | None

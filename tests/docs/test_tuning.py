@@ -51,7 +51,9 @@ def test_rows_have_the_flag_and_the_default_that_are_declared() -> None:
         if isinstance(declared.default, str):
             assert default.startswith(f"`{declared.default}`"), declared.name
         elif isinstance(declared.default, int):
-            assert default == ("on" if declared.default is True else str(declared.default)), declared.name
+            assert default == (
+                "on" if declared.default is True else "off" if declared.default is False else str(declared.default)
+            ), declared.name
 
 
 def test_every_flag_of_serve_has_a_row_and_every_row_a_flag() -> None:

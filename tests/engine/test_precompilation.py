@@ -86,7 +86,7 @@ def started(
     """A model with QK norm, with kernels that pack nothing; precompiled if there is a compiler."""
     monkeypatch.setattr(build, "precompiling_for", lambda device: None if compiler is None else compiler.ahead)
     monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
-    monkeypatch.setattr(build, "select_kernels", lambda *_: KernelChoice(ReferenceKernels(), "for a test"))
+    monkeypatch.setattr(build, "select_kernels", lambda *_, **__: KernelChoice(ReferenceKernels(), "for a test"))
     settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
     return build.build(EngineConfig("normed", **settings), watch)
 

@@ -139,6 +139,19 @@ def test_a_cpu_has_no_attention_backends():
     assert caught.value.param == "attention_backend"
 
 
+def test_the_batch_invariant_mode_has_its_own_kernels_and_no_other_library(monkeypatch):
+    from quire.kernels.gpu.batch_invariant import BatchInvariantKernels  # Triton, after its environment is set
+
+    with pytest.raises(ConfigError, match="asks for fa3") as caught:
+        select.select_kernels("cuda", USUAL_NEEDS, "fa3", batch_invariant=True)
+    assert caught.value.param == "batch_invariant"
+    choice = select.select_kernels("cuda", None, "auto", batch_invariant=True)
+    assert isinstance(choice.kernels, BatchInvariantKernels) and "same bits in every batch" in choice.reason
+    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="batch_invariant needs Triton"):
+        select.select_kernels("cuda", USUAL_NEEDS, batch_invariant=True)
+
+
 def test_a_library_needs_triton_too(monkeypatch):
     monkeypatch.setattr(select, "find_spec", lambda name: None)
     assert select.select_kernels("cuda", USUAL_NEEDS).kernels.name == "reference"

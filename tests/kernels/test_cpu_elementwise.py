@@ -136,6 +136,10 @@ def test_heads_too_wide_for_the_native_kernels_are_computed_by_torch():
     assert isinstance(select_kernels("cpu", USUAL_NEEDS._replace(dim=MAX_HEAD_DIM)).kernels, NativeKernels)
     with pytest.raises(ConfigError, match="wider than 512"):
         select_kernels("cpu", wide, quantization="int8")
+    assert select_kernels("cpu", USUAL_NEEDS, batch_invariant=True).kernels.name == "cpu"
+    with pytest.raises(ConfigError, match="wider than 512") as caught:
+        select_kernels("cpu", wide, batch_invariant=True)
+    assert caught.value.param == "batch_invariant"
 
 
 @pytest.mark.parametrize("vocab_size", [64, 65, 320])

@@ -12,7 +12,7 @@ from quire.core.worker_process import WorkerProcess
 from quire.text import template_sandbox as sandbox
 from quire.text import template_worker
 from quire.text.chat_template import render
-from quire.text.template_worker import RendererKilled
+from quire.text.template_worker import TemplateWorkerLost
 from quire.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -183,7 +183,7 @@ def test_a_worker_that_is_killed_again_and_again_is_not_blamed_on_the_template(m
 
     with monkeypatch.context() as patch:
         patch.setattr(template_worker, "_exchange", killed)
-        with pytest.raises(RendererKilled, match="killed twice") as caught:
+        with pytest.raises(TemplateWorkerLost, match="killed twice") as caught:
             render(CHATML, USER)
     assert caught.value.status == 503 and len(set(pids)) == 2
     assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"

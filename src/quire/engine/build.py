@@ -209,7 +209,10 @@ def _kernels(
     rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
     needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
     quantization = None if config.quantization in ("auto", "none") else config.quantization
-    choice = select_kernels(device.type, needs, config.attention_backend, quantization, config.threads)
+    choice = select_kernels(
+        device.type, needs, config.attention_backend, quantization, config.threads,
+        batch_invariant=config.batch_invariant,
+    )  # fmt: skip
     if choice.attention:
         reporter.done("attention", " · ".join(choice.attention))
     else:

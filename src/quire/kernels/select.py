@@ -47,11 +47,14 @@ def select_kernels(
     backend: str = "auto",
     quantization: str | None = None,
     threads: int | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
     `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU; None: see `usable_cores`.
+    `batch_invariant`: a row has the same bits in every batch. The native CPU kernels always do that.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -60,9 +63,8 @@ def select_kernels(
             param="attention_backend",
         )
     if name == "cpu":
-        return _cpu_choice(
-            quantization, needs, usable_cores() if threads is None else UsableCores(threads, "--threads")
-        )
+        cores = usable_cores() if threads is None else UsableCores(threads, "--threads")
+        return _cpu_choice(quantization, needs, cores, batch_invariant)
     if quantization is not None:
         raise ConfigError(
             f"quantization={quantization} is for CPUs; on a GPU weights are bfloat16 or float16. Omit --quantization, "
@@ -70,13 +72,15 @@ def select_kernels(
             param="quantization",
         )
     if name == "cuda":
-        return _gpu_choice(needs, backend)
+        return _gpu_choice(needs, backend, batch_invariant)
     if name == "reference":
         return KernelChoice(ReferenceKernels(), "requested by name: the slow reference")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
-def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None, cores: UsableCores) -> KernelChoice:
+def _cpu_choice(
+    quantization: str | None, needs: AttentionNeeds | None, cores: UsableCores, batch_invariant: bool
+) -> KernelChoice:
     library = load_native()
     why_not = why_not_native() if library is None else ""
     if needs is not None and needs.dim > MAX_HEAD_DIM:
@@ -93,6 +97,12 @@ def _cpu_choice(quantization: str | None, needs: AttentionNeeds | None, cores: U
             f"Omit --quantization.",
             param="quantization",
         )
+    if batch_invariant:
+        raise ConfigError(
+            f"batch_invariant needs the native CPU kernels, which cannot be used here: {why_not}. "
+            f"Omit --batch-invariant.",
+            param="batch_invariant",
+        )
     torch.set_num_threads(cores.num_threads)
     return KernelChoice(
         TorchCpuKernels(),
@@ -104,7 +114,10 @@ def _describe_threads(cores: UsableCores) -> str:
     return f"{cores.num_threads} thread{'s' if cores.num_threads > 1 else ''} ({cores.reason})"
 
 
-def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
+def _gpu_choice(needs: AttentionNeeds | None, backend: str, batch_invariant: bool) -> KernelChoice:
+    if batch_invariant:
+        _check_batch_invariant(backend)
+        backend = OWN_NAME
     if find_spec("triton") is None:
         if backend not in ("auto", OWN_NAME):
             raise ConfigError(
@@ -115,6 +128,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
             ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow'
         )
     from quire.kernels.gpu.attention.decode import max_query_heads
+    from quire.kernels.gpu.batch_invariant import BatchInvariantKernels
     from quire.kernels.gpu.copy_blocks import copy_blocks  # imported here: a CPU process does not load Triton
     from quire.kernels.gpu.decode_inputs import decode_inputs
     from quire.kernels.gpu.drafts import GPU_DRAFT_KERNELS
@@ -136,19 +150,36 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
         here = AttentionPlatform(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = select_attention(backend, needs, here, torch.device("cuda"))
-    reason = "the device is a GPU: small-batch GEMMs, attention and elementwise kernels by Triton, other GEMMs by torch"
+    gemms = "small-batch GEMMs, attention and elementwise kernels by Triton, other GEMMs by torch"
+    if batch_invariant:
+        gemms = "all kernels by Triton, with the same bits in every batch (--batch-invariant)"
+        reasons = ("batch-invariant: one attention kernel of quire for decodes and chunks",) if reasons else ()
     row_kernels = RowKernels(
         process_logits, mask_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs
     )
     return KernelChoice(
-        GpuKernels(backends, windows),
-        reason,
+        BatchInvariantKernels(OWN, windows) if batch_invariant else GpuKernels(backends, windows),
+        f"the device is a GPU: {gemms}",
         row_kernels,
         GPU_DRAFT_KERNELS,
         copy_blocks=copy_blocks,
         attention=reasons,
         capturable=backends.capturable,
     )
+
+
+def _check_batch_invariant(backend: str) -> None:
+    if backend not in ("auto", OWN_NAME):
+        raise ConfigError(
+            f"--batch-invariant uses quire's own attention kernels, and --attention-backend asks for {backend}. "
+            f"Omit one of the two.",
+            param="batch_invariant",
+        )
+    if find_spec("triton") is None:
+        raise ConfigError(
+            'batch_invariant needs Triton: pip install "quire[gpu]", or omit --batch-invariant.',
+            param="batch_invariant",
+        )
 
 
 def precompiling_for(device: str) -> Precompiling | None:

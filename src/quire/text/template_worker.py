@@ -23,11 +23,11 @@ NUM_BYTES = 512 << 20  # beyond those of the process at its start; the largest t
 _GRACE_S = 2.0
 
 
-class RendererKilled(QuireError):
+class TemplateWorkerLost(QuireError):
     """Something other than its own limits killed the process twice: the cause is the machine, not the template."""
 
     status = 503
-    code = "renderer_killed"
+    code = "template_worker_lost"
     retry_after_s = 2.0
     exit_code = 1
 
@@ -41,7 +41,7 @@ class TemplateWorker:
         self._owner = 0  # the process that started it: after a fork, another one is needed
 
     def call(self, message: Mapping[str, object]) -> str:
-        """The rendered text. Raises `ChatTemplateError`, or `RendererKilled`."""
+        """The rendered text. Raises `ChatTemplateError`, or `TemplateWorkerLost`."""
         with self._lock:
             for _ in range(2):
                 process = self._running()
@@ -57,7 +57,7 @@ class TemplateWorker:
                     )
             else:
                 if status == -signal.SIGKILL:
-                    raise RendererKilled(
+                    raise TemplateWorkerLost(
                         "The process that renders chat templates was killed twice, as a machine without free memory "
                         "does. Try again."
                     )
@@ -88,7 +88,7 @@ _worker = TemplateWorker()
 
 
 def render_in_worker(template: str, variables: Mapping[str, object], now: datetime) -> str:
-    """Render. Raises `ChatTemplateError`, or `RendererKilled`."""
+    """Render. Raises `ChatTemplateError`, or `TemplateWorkerLost`."""
     return _worker.call({"template": template, "variables": variables, "now": now.isoformat()})
 
 

@@ -14,7 +14,15 @@ from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
 from quire.kernels.gpu.gemm.skinny import fits, skinny_gemm
 from quire.kernels.gpu.rope_and_kv_write import rope_and_write_kv
-from quire.kernels.interface import AttentionRule, HeadNorm, LayerByLayer, PartialSums, Rotation, StepLayout
+from quire.kernels.interface import (
+    AttentionRule,
+    HeadNorm,
+    LayerByLayer,
+    PartialSums,
+    Rotation,
+    StepAttention,
+    StepLayout,
+)
 
 
 class GpuKernels(LayerByLayer):
@@ -61,7 +69,7 @@ class GpuKernels(LayerByLayer):
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         return act_and_mul(gate_up, activation)
 
-    def plan(self, layout: StepLayout, block_size: int) -> "GpuStep":
+    def plan(self, layout: StepLayout, block_size: int) -> StepAttention:
         return GpuStep(layout, self._windows, self._backends, self._hopper)
 
 

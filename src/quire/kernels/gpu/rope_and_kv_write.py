@@ -139,12 +139,18 @@ def _rope_and_write_kv(
 
 
 def rope_and_write_kv(
-    qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, slots: Tensor, kv_layer: Tensor
+    qkv: Tensor,
+    head_norm: HeadNorm | None,
+    rotation: Rotation,
+    slots: Tensor,
+    kv_layer: Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """See `StepAttention.rope_and_write_kv`.
 
     qkv: [tokens, heads + 2 * kv_heads, dim]; slots: [tokens] int64; kv_layer: [blocks, 2, block_size, kv_heads, dim],
-    strided, of any floating dtype.
+    strided, of any floating dtype. Batch-invariant: norms are summed in the same order for any number of tokens.
     """
     assert qkv.stride(2) == kv_layer.stride(4) == 1, (qkv.stride(), kv_layer.stride())
     assert rotation.cos.is_contiguous() and rotation.sin.is_contiguous() and slots.is_contiguous()
@@ -152,7 +158,7 @@ def rope_and_write_kv(
     num_tokens, num_heads, dim = qkv.shape
     block_size, kv_heads = kv_layer.shape[2:4]
     rotary_dim = rotation.cos.shape[-1]
-    tiles = _tiles(num_tokens, dim, rotary_dim)
+    tiles = _tiles(_MANY_TOKENS if batch_invariant else num_tokens, dim, rotary_dim)
     launch_with_pdl(
         _rope_and_write_kv,
         (num_tokens, cdiv(num_heads, tiles.heads)),

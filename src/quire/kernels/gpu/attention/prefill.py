@@ -17,7 +17,6 @@ from quire.kernels.gpu.attention.softmax_tile import (
     LOWEST,
     SoftmaxScale,
     block_ids,
-    block_start,
     key_offsets,
     load_rows,
     normalize,
@@ -85,6 +84,11 @@ def _measured_tiles(num_tokens: int, group: int, fewest: int, dim: int, element_
     return PrefillTiles(rows, 64 if dim <= 128 else 32, 4, 3)
 
 
+def batch_invariant_tiles(group: int, dim: int, element_bytes: int) -> PrefillTiles:
+    """The same for any number of tokens and without split-KV: the keys of a query are added in one order."""
+    return _tiles(_USUAL_ROWS, group, dim, element_bytes, shared_memory_budget())
+
+
 @triton.jit
 def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
     """The last sequence whose tiles start at or before this one. They start at start // TOKENS + sequence."""
@@ -99,19 +103,21 @@ def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.co
 
 @triton.jit
 def _attend_keys(
-    queries, places, keys, table, begin, end, num_keys, window, dims, rate, cap_rate,
+    queries, places, keys, table, begin, end, lowest, num_keys, window, dims, rate, cap_rate,
     block_stride, side_stride, slot_stride, acc, running_max, running_sum,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Whole tiles from begin on; places: [rows], each query's position; num_keys: visible to the last query.
-    Unmasked if every query sees every key."""
+    """Whole tiles from begin on; places: [rows], each query's position; lowest: the first key that any query sees;
+    num_keys: visible to the last query. Unmasked if every query sees every key."""
     CHECKED: tl.constexpr = MASKED or dims.shape[0] != DIM
     in_tile = tl.arange(0, TILE)
     blocks = block_ids(table, begin, in_tile, num_keys, BLOCK_SIZE)
     for start in range(begin, end, TILE):
         positions = start + in_tile
         inside = positions < num_keys
+        if MASKED and WINDOWED:
+            inside = inside & (positions >= lowest)
         offsets = key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE)
         blocks = block_ids(table, start + TILE, in_tile, num_keys, BLOCK_SIZE)  # prefetched: keys wait for no table
         scores = qk_scores(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
@@ -137,24 +143,25 @@ def _attend_tile(
     running_sum = tl.zeros([queries.shape[0]], tl.float32)
     acc = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
     num_keys = last_place + 1
-    body = begin
+    body, lowest = begin, 0
     if WINDOWED:  # no split-KV: all visible keys
-        first_key = block_start(tl.maximum(first_place - window + 1, 0), TILE, BLOCK_SIZE)
+        lowest = tl.maximum(first_place - window + 1, 0)
+        first_key = lowest // TILE * TILE  # tiles begin at the same keys for every query
         hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys outside the window of some query
         body = first_key + tl.cdiv(hidden, TILE) * TILE
         acc, running_max, running_sum = _attend_keys(
-            queries, places, keys, table, first_key, tl.minimum(body, num_keys), num_keys, window, dims, rate, cap_rate,
-            block_stride, side_stride, slot_stride, acc, running_max, running_sum,
+            queries, places, keys, table, first_key, tl.minimum(body, num_keys), lowest, num_keys, window, dims,
+            rate, cap_rate, block_stride, side_stride, slot_stride, acc, running_max, running_sum,
             TILE, BLOCK_SIZE, DIM, True, True, CAPPED,
         )  # fmt: skip
     edge = tl.minimum(body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE, stop)
     acc, running_max, running_sum = _attend_keys(
-        queries, places, keys, table, body, edge, num_keys, window, dims, rate, cap_rate,
+        queries, places, keys, table, body, edge, lowest, num_keys, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, acc, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, False, WINDOWED, CAPPED,
     )  # fmt: skip
     acc, running_max, running_sum = _attend_keys(
-        queries, places, keys, table, edge, stop, num_keys, window, dims, rate, cap_rate,
+        queries, places, keys, table, edge, stop, lowest, num_keys, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, acc, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, True, WINDOWED, CAPPED,
     )  # fmt: skip
