@@ -46,7 +46,8 @@ _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
      "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout", "too_many_bodies",
-     "template_worker_lost", "slow_reader", "tokenizer_busy", "too_many_streams", "model_not_found", "model_unavailable"}
+     "template_worker_lost", "slow_reader", "tokenizer_busy", "too_many_streams", "model_not_found",
+     "model_unavailable"}
 )  # fmt: skip
 
 
