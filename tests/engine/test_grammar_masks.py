@@ -15,7 +15,7 @@ from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
 from quire.engine.grammar_masks import GrammarMasks
 from quire.engine.messages import AddRequest
-from quire.engine.open_model import open_model
+from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.request_validator import RequestValidator
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar
@@ -57,8 +57,7 @@ class FakeScheduler:
 class TwoGrammars:
     """Two sequences of a grammar that will be slow, and one of another grammar."""
 
-    def __init__(self) -> None:
-        opened = open_model(EngineConfig())
+    def __init__(self, opened: OpenedModel) -> None:
         assert opened.tokenizer is not None
         self.clock = Clock()
         self.grammars = GrammarMasks(
@@ -91,9 +90,14 @@ def _group(number: int, num_sequences: int) -> RequestGroup:
     return RequestGroup(Request(RequestId(number), prompt, 4, RowSampling(), num_sequences), 10 * number, 0.0)
 
 
+@pytest.fixture(scope="module")
+def opened(default_model_path: object) -> OpenedModel:
+    return open_model(EngineConfig())
+
+
 @pytest.fixture
-def two_grammars(default_model_path: object) -> TwoGrammars:
-    return TwoGrammars()
+def two_grammars(opened: OpenedModel) -> TwoGrammars:
+    return TwoGrammars(opened)
 
 
 def test_a_slow_mask_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:
