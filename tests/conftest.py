@@ -46,7 +46,7 @@ SHALLOW_CACHE = models_folder().parent / "shallow"  # as XDG_CACHE_HOME
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run every example of every grid: see tests/tiers.py")
-    parser.addoption("--dose", type=int, help="how many requests, kills or connections the test of an attack makes")
+    parser.addoption("--dose", type=int, help="how many requests, kills, connections or tokens a test with a dose has")
     parser.addoption("--attack-seed", type=int, default=0, help="other random choices of the tests of attacks")
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.formats.open_checkpoint import open_checkpoint
 from quire.sched.audit import audit_rest
+from tests.llm.drafting import always, on_device
 from tests.llm.tiny import write_model
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, WINDOW, build
 
@@ -104,6 +105,23 @@ def test_greedy_ids_are_those_of_transformers(saved, settings):
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == saved.expected
     audit_rest(llm.built.engine.scheduler)
+
+
+@each_family_with("where", {"host": "host", "device": "device"})
+def test_greedy_ids_with_drafts_are_those_of_transformers(saved, where, monkeypatch):
+    """Twice: the second time the prefix tree has what the first said, and most drafts are right."""
+    settings = {"speculative": "auto", "block_size": 4, "run_ahead": 1 if where == "device" else 0}
+    llm = on_device(saved.folder, monkeypatch, **settings) if where == "device" else saved.open(**settings)
+    always(llm)
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == saved.expected
+    engine = llm.built.engine
+    counters = engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens > len(PROMPTS)
+    while not engine.idle:  # a step was in flight when the last row ended
+        engine.step()
+    audit_rest(engine.scheduler)
 
 
 @each_family_with("block_size", {"4": 4, "1": 1, "16": 16})

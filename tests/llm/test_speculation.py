@@ -6,18 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.step import Runner
-from quire.engine import build as build_module
-from quire.engine.build import build
-from quire.kernels.cpu.torch_kernels import TorchCpuKernels
-from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
-from quire.kernels.select import KernelChoice
-from quire.runner.model_runner import ModelRunner
-from quire.sched.speculation import DraftGovernor, SpeculationPolicy
-from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
-from tests.sched.inspection import state_of
+from tests.llm.drafting import always, on_device
 
 PROMPTS = ["the cat sat on the mat, the cat sat", "abcabcabcabc", "x", "zyxwvutsrqponm zyxwvutsr"]
 KINDS = {
@@ -31,14 +21,6 @@ KINDS = {
     "stop": {"temperature": 0, "stop": ["a", "e"]},
     "siblings": {"temperature": 0.9, "seed": 8, "n": 3},
 }  # fmt: skip
-
-
-def always(llm: LLM) -> LLM:
-    """The same engine, with as many drafts as there are, whether they pay or not."""
-    scheduler = llm._built.engine.scheduler
-    policy = SpeculationPolicy(max_drafts=5, governed=False, tree=True)
-    state_of(scheduler).governor = DraftGovernor(policy, scheduler.cost, scheduler.max_rows)
-    return llm
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -67,21 +49,6 @@ def test_outputs_are_the_same(pair: tuple[LLM, LLM], kind: str) -> None:
     counters = drafting._built.engine.scheduler.counters
     assert counters.drafted_tokens > counters.accepted_tokens > 0
     assert plain._built.engine.scheduler.counters.drafted_tokens == 0
-
-
-def on_device(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> LLM:
-    """An engine with the steps of a GPU, captured and in flight; on a CPU they are called again."""
-    choice = KernelChoice(TorchCpuKernels(), "as on a GPU", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
-    monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
-
-    def prepare(runner: Runner) -> Runner:
-        assert isinstance(runner, ModelRunner)
-        while not runner.prepared:
-            runner.prepare()
-        return runner
-
-    config = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=4, max_num_batched_tokens=24, **settings)  # type: ignore[arg-type]
-    return LLM.over(build(config, observe=prepare))
 
 
 def test_drafts_on_the_device_change_no_output(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

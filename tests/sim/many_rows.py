@@ -13,8 +13,10 @@ from quire.core.sampling import RowSampling
 from quire.core.step import Runner
 from quire.core.step_output import StepOutput
 from quire.engine.oracle_runner import TorchOracleRunner
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
 from quire.kernels.row_interface import RowKernels
 from quire.kv.manager import KVManager
+from quire.runner.graph_shapes import MAX_VERIFIED
 from quire.runner.kv_store import CopyBlocks
 from quire.sched.audit import audit, audit_rest
 from quire.sched.cost_model import Constants, CostTable
@@ -22,6 +24,7 @@ from quire.sched.loop import Loop
 from quire.sched.policy import Policy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import SpeculationPolicy
 
 VOCAB = 97
 BLOCK = 16
@@ -37,6 +40,7 @@ class ManyRows:
     num_blocks: int
     num_host_blocks: int
     step_tokens: int
+    max_drafts: int = 0  # of a row in a step: right, wrong and right up to some place
 
     @property
     def max_length(self) -> int:
@@ -57,7 +61,11 @@ class Seen:
 
 
 def torch_runner(
-    load: ManyRows, device: str, row_kernels: RowKernels, copy_blocks: CopyBlocks | None = None
+    load: ManyRows,
+    device: str,
+    row_kernels: RowKernels,
+    copy_blocks: CopyBlocks | None = None,
+    draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB,
@@ -69,6 +77,7 @@ def torch_runner(
         device=device,
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,
+        draft_kernels=draft_kernels,
     )
 
 
@@ -100,12 +109,14 @@ def run_many_rows(load: ManyRows, runner: Runner, num_tokens: int, seed: int, de
     return seen
 
 
-def assert_all_happened(seen: Seen) -> None:
-    """The run had aborts, preemptions, forks, copies and cache hits."""
+def assert_all_happened(load: ManyRows, seen: Seen) -> None:
+    """The run had aborts, preemptions, forks, copies and cache hits, and drafts right and wrong if it was to."""
     assert seen.scheduler is not None
     counters = seen.scheduler.counters
     happened = (seen.aborts, counters.preemptions, counters.forks, counters.moved_blocks, counters.cached_tokens)
     assert all(happened), (seen.aborts, counters)
+    drafts = (counters.accepted_tokens, counters.drafted_tokens - counters.accepted_tokens)
+    assert all(drafts) if load.max_drafts else not any(drafts), (load, counters)
 
 
 def _receive(seen: Seen, absorbed: StepOutput) -> None:
@@ -122,12 +133,13 @@ def _receive(seen: Seen, absorbed: StepOutput) -> None:
 def _scheduler(load: ManyRows) -> Scheduler:
     cost = CostTable(Constants(1e-3, 1e-3, 1e-4, 0.0, 0.0), load.step_tokens)
     cost.set_transfer(1e-5)  # cheap, so that preempted rows are swapped out
+    drafts = SpeculationPolicy(load.max_drafts, governed=False, max_verified=MAX_VERIFIED)
     kv = KVManager(load.num_blocks, BLOCK, load.rows, num_host_blocks=load.num_host_blocks, worth_keeping=_always)
     return Scheduler(
         kv,
         max_rows=load.rows,
         max_step_tokens=load.step_tokens,
-        policy=Policy(overcommit=Overcommit.OPTIMISTIC),
+        policy=Policy(overcommit=Overcommit.OPTIMISTIC, speculation=drafts),
         cost=cost,
     )
 
