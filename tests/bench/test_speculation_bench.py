@@ -1,11 +1,19 @@
 """`quire bench speculation`: prompts that repeat where they should, and figures of pairs with the same outputs."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from quire import LLM
-from quire.bench.speculation import PlantedFigure, SpeculationFigure, measure_planted, measure_speculation, prompts_of
+from quire.bench.speculation import (
+    PlantedFigure,
+    SpeculationFigure,
+    measure_planted,
+    measure_speculation,
+    planted_plot,
+    prompts_of,
+)
 from quire.config import EngineConfig
 from quire.core.step import Runner
 from quire.engine import build as build_module
@@ -14,8 +22,22 @@ from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice
 from quire.runner.model_runner import ModelRunner
+from tests.cli.commands import Shell
 from tests.llm.tiny import tiny_llama, write_model
 from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
+
+PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
+
+
+def test_the_plot_in_the_docs_has_the_raw_figures() -> None:
+    """Made by this; and a curve for each acceptance, with the governor and without, over the numbers of requests."""
+    raw = (PERFORMANCE / "raw" / "h200-sixteenth-speculation.txt").read_text().partition("As landed")[2]
+    found = [json.loads(line) for line in raw.splitlines() if line.startswith('{"chance"')]
+    figures = [PlantedFigure(**{name: each[name] for name in PlantedFigure._fields}) for each in found]
+    picture = planted_plot("Llama-3.1-8B on an H200", figures)
+    assert picture == (PERFORMANCE / "speculation.svg").read_text()
+    assert picture.count("<polyline") == 4 and all(name in picture for name in ("80%, governor", "0%, always"))
+    assert planted_plot("one", figures[-1:]).count("<polyline") == 2
 
 
 @pytest.mark.parametrize("task", ["quote", "chat"])
@@ -54,10 +76,23 @@ def test_both_engines_answer_every_prompt(tmp_path: Path) -> None:
     assert said == ["repeat, 1", "repeat, 3", "chat, 1", "chat, 3"]
 
 
-def test_planted_drafts_are_accepted_as_often_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the steps of a GPU, which on a CPU are called again instead of replayed."""
+@pytest.fixture
+def steps_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU they are called again instead of replayed."""
     choice = KernelChoice(TorchCpuKernels(), "planted", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
     monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
+
+
+def test_the_command_plots_planted_drafts(quire: Shell, steps_of_a_gpu: None, tmp_path: Path) -> None:
+    file = tmp_path / "gain.svg"
+    line = "bench speculation --model tiny --load-format dummy --planted 1,0 --device cpu --requests 1,2"
+    result = quire(*line.split(), "--tokens", "8", "--input", "120", "--repeats", "1", "--plot", str(file))
+    assert result.status == 0 and "always 4 drafts" in result.out, result.err
+    assert file.read_text().count("<polyline") == 4 and "100%, governor" in file.read_text()
+
+
+@pytest.mark.usefixtures("steps_of_a_gpu")
+def test_planted_drafts_are_accepted_as_often_as_was_said(tmp_path: Path) -> None:
     folder, runners = write_model(tmp_path, tiny_llama()), list[Runner]()
 
     def observe(runner: Runner) -> Runner:

@@ -94,6 +94,7 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("bench regimes --rate nan", "'nan' is not a finite number"),
         ("bench scheduler --rows 99999999999", "is not a list of whole numbers from 1 to 100,000"),
         (f"bench scheduler --rows {'9' * 5000}", "is not a list of whole numbers from 1 to 100,000"),
+        ("bench speculation --plot gain.svg", "--plot draws the gain of planted drafts: give --planted"),
         ("bench race --rival 'x -- throughput", "no closing quotation"),
         ("bench race --rival= -- throughput", "it is empty; give the other engine's command in quotes"),
         ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' on this machine"),

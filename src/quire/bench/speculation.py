@@ -19,6 +19,7 @@ from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
+from quire.bench.scheduler import Curve, Point, svg
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 from quire.runner.model_runner import ModelRunner
@@ -123,6 +124,17 @@ class PlantedFigure(NamedTuple):
     @property
     def fixed(self) -> float:
         return _median_ratio(self.plain_s, self.fixed_s)
+
+
+def planted_plot(title: str, figures: Many[PlantedFigure]) -> str:
+    """The gain by number of requests and acceptance, as SVG."""
+    curves = []
+    for chance in dict.fromkeys(each.chance for each in figures):
+        these = sorted((each for each in figures if each.chance == chance), key=lambda each: each.num_requests)
+        governed = tuple(Point(each.num_requests, each.governed) for each in these)
+        fixed = tuple(Point(each.num_requests, each.fixed) for each in these)
+        curves += [Curve(f"{chance:.0%}, governor", governed), Curve(f"{chance:.0%}, always", fixed, dashed=True)]
+    return svg(f"{title}: times as fast as without drafts, by drafts accepted", "requests", "×", curves)
 
 
 def _median_ratio(plain_s: Many[float], drafting_s: Many[float]) -> float:

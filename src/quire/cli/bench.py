@@ -262,6 +262,8 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
               help="With --planted: of a request in a step, at most.")  # fmt: skip
 @click.option("--input", "num_input", type=click.IntRange(1), default=512, show_default=True,
               help="With --planted: tokens of each prompt.")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="With --planted: write the gain by number of requests as SVG.")  # fmt: skip
 @click.option("--load-format", type=click.Choice(("auto", "dummy")), default="auto", show_default=True,
               help="dummy: random weights.")  # fmt: skip
 @click.option("--device", type=click.Choice(("cpu", "cuda")), help="[default: cpu; with --planted: cuda]")
@@ -272,6 +274,10 @@ def speculation(
     sizes: tuple[int, ...], num_input: int, num_output: int, **given: object,
 ) -> None:  # fmt: skip
     """Speed of the engine with speculative decoding over that without, on real text, in turns."""
+    if given["plot"] is not None and not chances:
+        raise ConfigError(
+            "--plot draws the gain of planted drafts: give --planted, as in --planted 0.8,0.", param="plot"
+        )
     from quire.cli.load_model import open_named
 
     given |= {"sizes": sizes, "num_input": num_input, "num_output": num_output, "chances": chances}

@@ -25,7 +25,7 @@ from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.step_times import RaggedStep, measure_steps
 from quire.bench.throughput import BenchGrammar, Measurement, measure
 from quire.bench.workload import WorkloadSlice
-from quire.cli.console import err, out
+from quire.cli.console import err, out, write_file
 from quire.cli.load_model import NamedModel, headline, start
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
@@ -370,7 +370,7 @@ def speculation(model: NamedModel, given: Mapping[str, object]) -> None:
 
 
 def planted_speculation(model: NamedModel, given: Mapping[str, object]) -> None:
-    from quire.bench.speculation import measure_planted
+    from quire.bench.speculation import PlantedFigure, measure_planted, planted_plot
 
     runners: list[Runner] = []
 
@@ -394,7 +394,9 @@ def planted_speculation(model: NamedModel, given: Mapping[str, object]) -> None:
         num_drafts=int(str(given["num_drafts"])),
         say=lambda line: err.print(line, style="dim"),
     )
+    measured: list[PlantedFigure] = []
     for each in figures:
+        measured.append(each)
         if given["as_json"]:
             facts = {"governed": each.governed, "fixed": each.fixed, "model": built.name, "settings": settings(built)}
             device = built.machine.device
@@ -402,6 +404,8 @@ def planted_speculation(model: NamedModel, given: Mapping[str, object]) -> None:
         plain_ms = 1000 * statistics.median(each.plain_s) / (each.num_tokens - 1)
         table.add_row(f"{each.chance:.0%}", str(each.num_requests), f"{plain_ms:.2f}", f"{each.governed:.2f}",
                       f"{each.fixed:.2f}")  # fmt: skip
+    if isinstance(given["plot"], Path):
+        write_file(given["plot"], planted_plot(f"{built.name} on {built.machine.device}", measured), "plot")
     if not given["as_json"]:
         out.print(table)
 

@@ -49,7 +49,7 @@ from quire.bench.workload import RaceWorkload, find_race_workload
 from quire.catalog.locate import Located, locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report
-from quire.cli.console import err, out, progress_bars, size
+from quire.cli.console import err, out, progress_bars, size, write_file
 from quire.cli.options import check_serving, engine_settings
 from quire.core.errors import ConfigError, EngineFailed
 from quire.version import __version__
@@ -124,10 +124,10 @@ def serve(run: LoadRun, levels: Many[ServiceLevel], events: Path | None, plot: P
     records = run.send(rows)
     summary = summarize(records)
     if events is not None:
-        _write(events, event_lines({"bench": "serve", **run.facts()}, records), "events")
+        write_file(events, event_lines({"bench": "serve", **run.facts()}, records), "events")
     if plot is not None:
         title = f"{Path(run.trace).name}, {summary.requests_per_s:.2f} requests/s"
-        _write(plot, _percentile_plot(title, percentile_curves(records)), "plot")
+        write_file(plot, _percentile_plot(title, percentile_curves(records)), "plot")
     if as_json:
         print(json.dumps({"bench": "serve", **run.facts(), **plain(summary, records, levels)}))
     else:
@@ -211,13 +211,6 @@ def capacity(run: LoadRun, levels: Many[ServiceLevel], tolerance: float, as_json
             str(len(each["probes"])),
         )
     out.print(table)
-
-
-def _write(path: Path, text: str, param: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.", param=param) from None
 
 
 def overhead(load: ServingLoad, repeats: int, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from quire.bench.simulated import (
     simulate,
     sizings,
 )
-from quire.cli.console import err, out
+from quire.cli.console import err, out, write_file
 from quire.core.errors import ConfigError
 from quire.sched.policy import PREFIX
 from quire.version import __version__
@@ -37,7 +37,7 @@ def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | Non
     lines = measure(rows, waiting, rounds=rounds, say=lambda text: err.print(text, style="dim"))
     curves = _curves(lines)
     if plot is not None:
-        _write(plot, svg("plan + absorb", "rows", "µs", curves))
+        write_file(plot, svg("plan + absorb", "rows", "µs", curves), "plot")
     if as_json:
         print(json.dumps([_line(line) for line in lines]))
         return
@@ -155,13 +155,6 @@ def _compared(results: Many[RegimeResult], title: str) -> Table:
 
 def _machine() -> str:
     return f"Python {platform.python_version()} · numpy {np.__version__} · {platform.machine()}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"The plot cannot be written to {path}: {error.strerror or error}.", param="plot") from None
 
 
 def pacing(

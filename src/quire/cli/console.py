@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from quire.catalog.store import FetchProgress
+from quire.core.errors import ConfigError
 
 _UNLIMITED = 10_000  # columns: output to a file or a pipe is not wrapped
 
@@ -30,6 +32,14 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:,.0f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:,.2f} GiB"
+
+
+def write_file(path: Path, text: str, param: str) -> None:
+    """Write what the option `param` names a file for."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.", param=param) from None
 
 
 class ProgressBars:
