@@ -119,6 +119,17 @@ def test_logits_have_the_same_bits_in_every_batch(family: str, encoding: str | N
         assert torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize(("family", "encoding"), [("llama3", None), ("gemma2", "Q4_0"), ("qwen2", "Q5_1")])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_blocks_of_a_long_step_have_the_bits_of_short_ones(family: str, encoding: str | None, num_threads: int) -> None:
+    """With 48 tokens for each thread, a step is computed in blocks of tokens, one thread for each."""
+    lengths = [60, 33, 1, 64]
+    found = run(decoder(family, encoding, num_threads), prompts(lengths), [dict(enumerate(lengths))])
+    expected = run(decoder(family, encoding), prompts(lengths), in_chunks(lengths, 5))
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
 @cache
 def two_threads(family: str, encoding: str | None) -> Decoder:
     return decoder(family, encoding, num_threads=2)

@@ -34,9 +34,7 @@ EXPORT void quire_embed(const Linear* weight, const int64_t* rows, int32_t count
 
 // x: [tokens, width_in]; out: [tokens, width_out].
 EXPORT void quire_linear(void* workspace, const Linear* weight, const float* x, int64_t tokens, float* out) {
-    auto& w = *static_cast<Workspace*>(workspace);
-    Timer timer(w.profile.linear);
-    linear(w.pool, *weight, w.rows(x, tokens, weight->width_in, weight->quantized), tokens, out);
+    static_cast<Workspace*>(workspace)->all.multiply(*weight, x, tokens, out);
 }
 
 // The operations of a layer one by one. query: [tokens, stride]; out: [tokens, heads * dim].
@@ -48,14 +46,14 @@ EXPORT void quire_attend(void* workspace, const Heads* heads, const Step* step, 
 // qkv: [tokens, heads + 2 * kv_heads, dim], changed. norm: [heads + kv_heads, dim], or null.
 EXPORT void quire_rotate_and_write(void* workspace, const Heads* heads, const Step* step, const float* norm, float epsilon, float* qkv) {
     const int64_t stride = (int64_t)(heads->queries + 2 * heads->keys) * heads->dim;
-    static_cast<Workspace*>(workspace)->each_token(step->num_tokens, [&](int64_t t) {
+    static_cast<Workspace*>(workspace)->all.each(step->num_tokens, [&](int64_t t) {
         rotate_and_write(*heads, *step, layer_of(*step, 0), 0, norm, epsilon, t, qkv + t * stride);
     });
 }
 
 // Where residual is given, x is added to it first. x, residual, out: [tokens, width].
 EXPORT void quire_norm(void* workspace, const float* x, float* residual, int64_t tokens, int32_t width, float epsilon, const float* weight, float* out) {
-    static_cast<Workspace*>(workspace)->each_token(tokens, [&](int64_t t) {
+    static_cast<Workspace*>(workspace)->all.each(tokens, [&](int64_t t) {
         if (residual) add_row(residual + t * width, x + t * width, width);
         rms_norm((residual ? residual : x) + t * width, weight, width, epsilon, out + t * width);
     });
@@ -63,7 +61,7 @@ EXPORT void quire_norm(void* workspace, const float* x, float* residual, int64_t
 
 // gate_up: [tokens, 2 * width]; out: [tokens, width].
 EXPORT void quire_gate(void* workspace, const float* gate_up, int64_t tokens, int32_t width, int32_t activation, float* out) {
-    static_cast<Workspace*>(workspace)->each_token(tokens, [&](int64_t t) { gate(gate_up + t * 2 * width, width, activation, out + t * width); });
+    static_cast<Workspace*>(workspace)->all.each(tokens, [&](int64_t t) { gate(gate_up + t * 2 * width, width, activation, out + t * width); });
 }
 
 // residual: [tokens, hidden], changed; out: [tokens, hidden], of which the selected rows are first.
@@ -97,7 +95,5 @@ EXPORT void quire_draw(void* workspace, const float* logits, const float* weight
 }
 
 EXPORT void quire_profile(void* workspace, Profile* out) {
-    auto& w = *static_cast<Workspace*>(workspace);
-    *out = w.profile;
-    w.profile = {};
+    *out = static_cast<Workspace*>(workspace)->take_profile();
 }

@@ -32,7 +32,8 @@ struct Sequence {  // a run of tokens of one sequence
 constexpr int kMaxDim = 512;        // of a head
 constexpr int kKeys = 64;           // keys in a tile
 constexpr int kKeysPerSplit = 512;  // keys that one softmax covers; splits are then added in order
-constexpr int kMaxTileRows = 96;    // queries times heads in a tile
+constexpr int kMaxTileRows = 192;   // queries times heads in a tile
+constexpr int kRowsAtOnce = 96;     // whose scores are in the cache of a core beside keys and values; a multiple of kLanes
 constexpr int kFewTokens = 4;       // sequences with up to so many queries are computed query by query
 
 static inline __attribute__((always_inline)) void load_numbers(const uint8_t* p, int32_t format, int width, float* out) {
@@ -98,45 +99,66 @@ static inline void add_scaled(float* out, const float* x, float factor, int widt
     for (; i < width; i++) out[i] += factor * x[i];
 }
 
-// One tile's scores of a row become weights; `highest` and `total` are the softmax so far. Returns what the row's
-// output so far must be multiplied with.
-static inline float weigh(float* scores, int count, float& highest, float& total) {
-    constexpr float kNothing = -std::numeric_limits<float>::infinity();
-    std::fill(scores + count, scores + kKeys, kNothing);
+struct Seen { int hidden, visible; };  // of the keys of a tile, a row sees [hidden, visible)
+
+static inline Seen seen_keys(int position, int window, int base, int keys) {
+    const int visible = std::max(0, std::min(keys, position + 1 - base));
+    return {window > 0 ? std::min(visible, std::max(0, position - window + 1 - base)) : 0, visible};
+}
+
+// The highest score of a row so far. NaN is left out; its weight shows it.
+static inline float peak_of(float* scores, Seen seen, float highest) {
+    if (seen.hidden > 0) std::fill(scores, scores + seen.hidden, -std::numeric_limits<float>::infinity());
+    if (seen.visible < kKeys) std::fill(scores + seen.visible, scores + kKeys, -std::numeric_limits<float>::infinity());
     Simd::Float high = Simd::load(scores);
+#pragma GCC unroll 8
     for (int i = Simd::kLanes; i < kKeys; i += Simd::kLanes) high = Simd::maximum(high, Simd::load(scores + i));
-    const float peak = std::max(highest, Simd::highest(high));
-    if (peak == kNothing) {  // every key is hidden, or not a number
-        for (int i = 0; i < count; i++)
-            if (scores[i] != scores[i]) total = std::numeric_limits<float>::quiet_NaN();
-        std::fill(scores, scores + kKeys, 0.0f);
-        return 1.0f;
+    return std::max(highest, Simd::highest(high));
+}
+
+// Scores of a row become weights, e to (score - peak). Returns their sums, lane by lane.
+static inline Simd::Float weigh(float* scores, Seen seen, float peak) {
+    constexpr int kVectors = kKeys / Simd::kLanes;
+    Simd::Float weights[kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i++) weights[i] = exponential(Simd::subtract(Simd::load(scores + i * Simd::kLanes), Simd::set(peak)));
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i++) Simd::store(scores + i * Simd::kLanes, weights[i]);
+    if (seen.hidden > 0 || seen.visible < kKeys) {  // exponential() gives e to -87 at the least; hidden keys are exactly 0
+        std::fill(scores, scores + seen.hidden, 0.0f);
+        std::fill(scores + seen.visible, scores + kKeys, 0.0f);
+        for (int i = 0; i < kVectors; i++) weights[i] = Simd::load(scores + i * Simd::kLanes);
     }
-    const float factor = peak == highest ? 1.0f : std::exp(highest - peak);
-    Simd::Float sum = Simd::zero();  // NaN if any score is
-    for (int i = 0; i < kKeys; i += Simd::kLanes) {
-        const Simd::Float weight = exponential(Simd::subtract(Simd::load(scores + i), Simd::set(peak)));
-        Simd::store(scores + i, weight);
-        sum = Simd::add(sum, weight);
-    }
-    // exponential() gives e to -87 at the least: too little to matter, except for hidden keys, which are exactly 0.
-    std::fill(scores + count, scores + kKeys, 0.0f);
-    total = total * factor + Simd::sum(sum);
-    highest = peak;
-    return factor;
+    Simd::Float sum = weights[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < kVectors; i++) sum = Simd::add(sum, weights[i]);
+    return sum;
 }
 
 struct Softmax {  // so far: the highest score, and the sum of e to (score - highest)
-    float highest = -std::numeric_limits<float>::infinity(), total = 0.0f;
+    float highest = std::numeric_limits<float>::lowest(), total = 0.0f;
+};
+
+struct SoftmaxRows {  // the softmax of some rows so far
+    float* highest;
+    float* factors;
+    float* sums;  // [rows, kLanes]
 };
 
 struct TileBuffers {
     std::vector<float> keys, values, scores, queries, split, output;
+    std::vector<float> highest, factors, sums;  // of the softmax of a split, as `SoftmaxRows`
+    std::vector<Seen> seen;
     std::vector<Softmax> split_softmax, softmax;
     void reserve(int rows, int padded) {
+        const size_t whole = (size_t)(rows + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes;
+        highest.resize(whole);
+        factors.resize(whole);
+        sums.resize((size_t)rows * Simd::kLanes);
+        seen.resize(rows);
         keys.resize((size_t)padded * kKeys);
         values.resize((size_t)padded * kKeys);
-        scores.resize((size_t)rows * kKeys);
+        scores.resize((size_t)std::min(rows, kRowsAtOnce) * kKeys);
         queries.resize((size_t)rows * padded);
         split.resize((size_t)rows * padded);
         output.resize((size_t)rows * padded);
@@ -145,14 +167,15 @@ struct TileBuffers {
     }
 };
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns], b and c with a stride; columns are a multiple of kLanes.
+// c[rows, columns] = a[rows, depth] b[depth, columns], b and c with a stride; columns are a multiple of kLanes. kAdd: plus what
+// c was, each row times its factor.
 template <bool kAdd, int kRows, int kColumns>
-static inline void product_tile(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c) {
+static inline void product_tile(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, const float* factors) {
     Simd::Float total[kRows][kColumns];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < kColumns; j++) total[r][j] = kAdd ? Simd::load(c + r * stride_c + j * Simd::kLanes) : Simd::zero();
+        for (int j = 0; j < kColumns; j++) total[r][j] = kAdd ? Simd::multiply(Simd::load(c + r * stride_c + j * Simd::kLanes), Simd::set(factors[r])) : Simd::zero();
     for (int k = 0; k < depth; k++) {
         Simd::Float right[kColumns];
 #pragma GCC unroll 4
@@ -170,11 +193,11 @@ static inline void product_tile(const float* a, int64_t stride_a, const float* b
 
 // All rows of some columns, as many at once as registers allow. Each sum is in the order of the depth, whatever the tile.
 template <bool kAdd, int kColumns>
-static inline void product_strip(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c) {
+static inline void product_strip(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, const float* factors) {
     auto strip = [&](auto count) {
         constexpr int n = decltype(count)::value;
-        for (; rows >= n; rows -= n, a += n * stride_a, c += n * stride_c)
-            product_tile<kAdd, n, kColumns>(a, stride_a, b, stride_b, depth, c, stride_c);
+        for (; rows >= n; rows -= n, a += n * stride_a, c += n * stride_c, factors += kAdd ? n : 0)
+            product_tile<kAdd, n, kColumns>(a, stride_a, b, stride_b, depth, c, stride_c, factors);
     };
     if constexpr (Simd::kProductRows >= 6) strip(std::integral_constant<int, 6>{});
     strip(std::integral_constant<int, 4>{});
@@ -184,12 +207,13 @@ static inline void product_strip(const float* a, int64_t stride_a, int rows, con
 }
 
 template <bool kAdd>
-static void product(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, int columns) {
+static void product(const float* a, int64_t stride_a, int rows, const float* b, int64_t stride_b, int depth, float* c, int64_t stride_c, int columns,
+                    const float* factors = nullptr) {
     int j = 0;
     auto strips = [&](auto count) {
         constexpr int n = decltype(count)::value;
         for (; j + n * Simd::kLanes <= columns; j += n * Simd::kLanes)
-            product_strip<kAdd, n>(a, stride_a, rows, b + j, stride_b, depth, c + j, stride_c);
+            product_strip<kAdd, n>(a, stride_a, rows, b + j, stride_b, depth, c + j, stride_c, factors);
     };
     if constexpr (Simd::kProductColumns >= 4) strips(std::integral_constant<int, 4>{});
     strips(std::integral_constant<int, 2>{});
@@ -209,10 +233,13 @@ static void load_tile_of(const KvLayer& kv, const int32_t* table, int head, int 
     }
     for (int i = begin; i < count;) {
         const int key = base + i, offset = key % kv.block_size, run = std::min(kv.block_size - offset, count - i);
-        const int64_t block = table[key / kv.block_size];
+        const int64_t block = table[key / kv.block_size], stride = kv.block_size * number_bytes(format);
         const uint8_t* keys = keys_of(kv, block, head, dim) + offset * number_bytes(format);
-        for (int d = 0; d < dim; d++)
-            load_numbers(keys + (int64_t)d * kv.block_size * number_bytes(format), format, run, buffers.keys.data() + d * kKeys + i);
+        float* to = buffers.keys.data() + i;
+        if (run == Simd::kLanes)
+            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, Simd::kLanes, to + d * kKeys);
+        else
+            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, run, to + d * kKeys);
         for (int j = 0; j < run; j++)
             load_numbers(value_of(kv, block, offset + j, head), format, dim, buffers.values.data() + (i + j) * padded);
         i += run;
@@ -229,31 +256,66 @@ static inline void load_tile(const KvLayer& kv, const int32_t* table, int head, 
     }
 }
 
+// Calls body(first, count, keys) for rows that are computed together, and the keys that the last of them sees. Near the end
+// of a chunk, rows see some of the keys of a tile: others are not computed.
+template <class Body>
+static inline void each_rows(const Seen* seen, int rows, int keys, const Body& body) {
+    if (seen[0].visible == keys) return body(0, rows, keys);
+    for (int r = 0; r < rows; r += Simd::kProductRows) {
+        const int count = std::min(Simd::kProductRows, rows - r);
+        body(r, count, seen[r + count - 1].visible);
+    }
+}
+
+// One step of the softmax of some rows: scores become weights, and `factors` what the output so far is multiplied with.
+static inline void weigh_rows(float* scores, const Seen* seen, int rows, float softcap, const SoftmaxRows& softmax) {
+    for (int r = 0; r < rows; r++) {
+        float* row = scores + r * kKeys;
+        if (softcap > 0.0f)
+            for (int i = 0; i < seen[r].visible; i++) row[i] = soft_cap(row[i], softcap);
+        softmax.factors[r] = peak_of(row, seen[r], softmax.highest[r]);
+    }
+    for (int r = 0; r < rows; r += Simd::kLanes) {
+        const Simd::Float peaks = Simd::load(softmax.factors + r);
+        Simd::store(softmax.factors + r, exponential(Simd::subtract(Simd::load(softmax.highest + r), peaks)));
+        Simd::store(softmax.highest + r, peaks);
+    }
+    for (int r = 0; r < rows; r++) {
+        float* sums = softmax.sums + r * Simd::kLanes;
+        const Simd::Float sum = weigh(scores + r * kKeys, seen[r], softmax.highest[r]);
+        Simd::store(sums, Simd::multiply_add(Simd::load(sums), softmax.factors[r], sum));
+    }
+}
+
 // Rows of queries over keys [first, last) of one split. Row r is at position + r / group. queries: [rows, padded],
 // scaled; out: [rows, padded], not divided by the total.
 static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* table, int key_head, int window, int position, const float* queries,
                          int rows, int first, int last, TileBuffers& buffers, float* out, Softmax* softmax) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
     std::fill(out, out + (size_t)rows * padded, 0.0f);
-    std::fill(softmax, softmax + rows, Softmax());
+    std::fill(buffers.highest.begin(), buffers.highest.end(), Softmax().highest);
+    std::fill(buffers.sums.begin(), buffers.sums.end(), 0.0f);
     for (int base = first / kKeys * kKeys; base < last; base += kKeys) {
         const int keys = std::min(kKeys, last - base);
         load_tile(kv, table, key_head, heads.dim, base, std::max(0, first - base), keys, buffers);
-        product<false>(queries, padded, rows, buffers.keys.data(), kKeys, heads.dim, buffers.scores.data(), kKeys, kKeys);
-        for (int r = 0; r < rows; r++) {
-            float* scores = buffers.scores.data() + r * kKeys;
-            const int at = position + r / group;
-            const int visible = std::max(0, std::min(keys, at + 1 - base));
-            const int hidden = window > 0 ? std::min(visible, std::max(0, at - window + 1 - base)) : 0;
-            if (heads.softcap > 0.0f)
-                for (int i = 0; i < visible; i++) scores[i] = soft_cap(scores[i], heads.softcap);
-            std::fill(scores, scores + hidden, -std::numeric_limits<float>::infinity());
-            const float factor = weigh(scores, visible, softmax[r].highest, softmax[r].total);
-            std::fill(scores, scores + hidden, 0.0f);
-            if (factor != 1.0f) scale_row(out + r * padded, factor, padded);
+        for (int r = 0, at = position; r < rows; r += group, at++) std::fill_n(buffers.seen.begin() + r, group, seen_keys(at, window, base, keys));
+        for (int r = 0; r < rows; r += kRowsAtOnce) {
+            const Seen* seen = buffers.seen.data() + r;
+            const int some = std::min(kRowsAtOnce, rows - r);
+            const SoftmaxRows state{buffers.highest.data() + r, buffers.factors.data() + r, buffers.sums.data() + r * Simd::kLanes};
+            float* scores = buffers.scores.data();
+            each_rows(seen, some, kKeys, [&](int i, int count, int visible) {
+                product<false>(queries + (int64_t)(r + i) * padded, padded, count, buffers.keys.data(), kKeys, heads.dim, scores + i * kKeys, kKeys,
+                               (visible + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes);
+            });
+            weigh_rows(scores, seen, some, heads.softcap, state);
+            each_rows(seen, some, keys, [&](int i, int count, int visible) {
+                product<true>(scores + i * kKeys, kKeys, count, buffers.values.data(), padded, visible, out + (int64_t)(r + i) * padded, padded, padded,
+                              state.factors + i);
+            });
         }
-        product<true>(buffers.scores.data(), kKeys, rows, buffers.values.data(), padded, keys, out, padded, padded);
     }
+    for (int r = 0; r < rows; r++) softmax[r] = {buffers.highest[r], Simd::sum(Simd::load(buffers.sums.data() + r * Simd::kLanes))};
 }
 
 // Adds a split to what the splits before it gave. The order is that of the keys, in chunks and decodes alike.
@@ -271,6 +333,12 @@ static inline void add_split(const Softmax& split, const float* split_output, So
     softmax = {highest, softmax.total * before + split.total * now};
 }
 
+constexpr int kTokensAhead = 4;  // whose rows are requested: each lies on a page of its own
+
+static inline void prefetch_row(const float* row, int width) {
+    for (int i = 0; i < width; i += 16) __builtin_prefetch(row + i, 1);
+}
+
 static inline void finish_row(const float* output, const Softmax& softmax, int dim, float* out) {
     const float inverse = 1.0f / softmax.total;
     for (int d = 0; d < dim; d++) out[d] = output[d] * inverse;
@@ -278,10 +346,15 @@ static inline void finish_row(const float* output, const Softmax& softmax, int d
 
 static inline void load_queries(const float* query, int64_t stride, const Heads& heads, int key_head, int rows, float* out) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
-    for (int r = 0; r < rows; r++) {
-        const float* source = query + r / group * stride + (key_head * group + r % group) * heads.dim;
-        for (int d = 0; d < heads.dim; d++) out[r * padded + d] = source[d] * heads.scale;
-    }
+    for (int r = 0; r < rows; r += group, query += stride)
+        for (int h = 0; h < group; h++) {
+            const float* source = query + (key_head * group + h) * heads.dim;
+            if (r + kTokensAhead * group < rows) prefetch_row(source + kTokensAhead * stride, heads.dim);
+            float* row = out + (r + h) * padded;
+            int d = 0;
+            for (; d + Simd::kLanes <= heads.dim; d += Simd::kLanes) Simd::store(row + d, Simd::multiply(Simd::load(source + d), Simd::set(heads.scale)));
+            for (; d < heads.dim; d++) row[d] = source[d] * heads.scale;
+        }
 }
 
 // Tokens [first, first + count) of a sequence, with all query heads of a key head. query, out: [tokens, stride].
@@ -292,16 +365,20 @@ static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& s
     const int position = sequence.num_keys - sequence.num_tokens + first, last = position + count;
     const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
     load_queries(query + first * query_stride, query_stride, heads, key_head, rows, buffers.queries.data());
-    std::fill(buffers.softmax.begin(), buffers.softmax.begin() + rows, Softmax());
-    for (int base = lowest / kKeysPerSplit * kKeysPerSplit; base < last; base += kKeysPerSplit) {
+    const int begin = lowest / kKeysPerSplit * kKeysPerSplit;
+    for (int base = begin; base < last; base += kKeysPerSplit) {
+        float* output = (base == begin ? buffers.output : buffers.split).data();
+        Softmax* softmax = (base == begin ? buffers.softmax : buffers.split_softmax).data();
         attend_split(kv, heads, sequence.table, key_head, window, position, buffers.queries.data(), rows, std::max(base, lowest),
-                     std::min(base + kKeysPerSplit, last), buffers, buffers.split.data(), buffers.split_softmax.data());
-        for (int r = 0; r < rows; r++)
+                     std::min(base + kKeysPerSplit, last), buffers, output, softmax);
+        for (int r = 0; base != begin && r < rows; r++)
             add_split(buffers.split_softmax[r], buffers.split.data() + r * padded, buffers.softmax[r], buffers.output.data() + r * padded, padded);
     }
-    for (int r = 0; r < rows; r++)
-        finish_row(buffers.output.data() + r * padded, buffers.softmax[r], heads.dim,
-                   out + (first + r / group) * out_stride + (key_head * group + r % group) * heads.dim);
+    out += first * out_stride + (int64_t)key_head * group * heads.dim;
+    for (int r = 0; r < rows; r += group, out += out_stride) {
+        if (r + kTokensAhead * group < rows) prefetch_row(out + kTokensAhead * out_stride, group * heads.dim);
+        for (int h = 0; h < group; h++) finish_row(buffers.output.data() + (r + h) * padded, buffers.softmax[r + h], heads.dim, out + h * heads.dim);
+    }
 }
 
 // What a step computes for each layer: its sequences cut into tasks, once. A long chunk is cut into tiles of queries;

@@ -67,14 +67,14 @@ public:
     void run_greedy(const int32_t* rows, int count, const Step& step, int64_t* outcome) {
         std::fill(outcome, outcome + 5 * (int64_t)count, 0);
         const float* logits = run(rows, count, step);
-        Timer timer(w_.profile.other);
+        Timer timer(w_.all.scratch.profile.other);
         for (size_t i = 0; i < places_.size(); i++) finish(rows[places_[i]], logits + i * tables_.vocab, outcome + places_[i], count);
     }
 
     // out: [count, vocab], zeros for rows that are not alive.
     void run_logits(const int32_t* rows, int count, const Step& step, float* out) {
         const float* logits = run(rows, count, step);
-        Timer timer(w_.profile.other);
+        Timer timer(w_.all.scratch.profile.other);
         if ((int)places_.size() < count) std::fill(out, out + (int64_t)count * tables_.vocab, 0.0f);
         for (size_t i = 0; i < places_.size(); i++)
             std::copy(logits + i * tables_.vocab, logits + (i + 1) * tables_.vocab, out + (int64_t)places_[i] * tables_.vocab);
@@ -92,12 +92,8 @@ private:
         build(rows, step, residual);
         Forward(w_, model_, step).run(residual, normed);
         float* logits = w_.logits.floats((size_t)n * tables_.vocab);
-        {
-            Timer timer(w_.profile.linear);
-            linear(w_.pool, *tables_.head, w_.rows(normed, n, width, tables_.head->quantized), n, logits);
-        }
-        Timer timer(w_.profile.other);
-        w_.each_token(n, [&](int64_t i) { cap(logits + i * tables_.vocab); });
+        w_.all.multiply(*tables_.head, normed, n, logits);
+        w_.all.each(n, [&](int64_t i) { cap(logits + i * tables_.vocab); });
         return logits;
     }
     void build(const int32_t* rows, Step& step, float* residual) {

@@ -1,11 +1,8 @@
 // All layers of a decoder for one step, in one call.
 #pragma once
-#include <cstdlib>
-#include <memory>
-
 #include "attention.h"
-#include "gemm.h"
 #include "pack.h"
+#include "worker.h"
 
 namespace quire {
 
@@ -50,6 +47,12 @@ static inline KvLayer layer_of(const Step& step, int index) {
             step.token_stride, step.head_stride, step.kv_format, step.block_size};
 }
 
+// Numbers of some bytes, one in each row of a matrix of `stride` numbers.
+template <int kBytes>
+static inline void write_column(const uint8_t* numbers, int count, int64_t stride, uint8_t* out) {
+    for (int i = 0; i < count; i++) std::memcpy(out + i * stride * kBytes, numbers + i * kBytes, kBytes);
+}
+
 // One token's QK norm and RoPE, in place; then its keys and values go to their slot.
 static inline void rotate_and_write(const Heads& heads, const Step& step, const KvLayer& kv, int rope, const float* norm, float epsilon, int64_t t, float* qkv) {
     const int rotary = step.rotary[rope];
@@ -67,13 +70,11 @@ static inline void rotate_and_write(const Heads& heads, const Step& step, const 
         alignas(64) uint8_t numbers[4 * kMaxDim];
         store_numbers(key, kv.format, heads.dim, numbers);
         uint8_t* keys = keys_of(kv, block, h, heads.dim) + offset * bytes;
-        for (int d = 0; d < heads.dim; d++) std::memcpy(keys + (int64_t)d * kv.block_size * bytes, numbers + d * bytes, bytes);
+        if (bytes == 2) write_column<2>(numbers, heads.dim, kv.block_size, keys);
+        else write_column<4>(numbers, heads.dim, kv.block_size, keys);
         store_numbers(key + (int64_t)heads.keys * heads.dim, kv.format, heads.dim, value_of(kv, block, offset, h));
     }
 }
-
-// Nanoseconds by kind of work, since the last `take`.
-struct Profile { int64_t linear, attention, other; };
 
 // One row of a packed matrix as float32, times a factor.
 static inline void embed(const Linear& weight, int64_t row, float factor, float* out) {
@@ -85,92 +86,6 @@ static inline void embed(const Linear& weight, int64_t row, float factor, float*
     if (factor != 1.0f) scale_row(out, factor, weight.width_in);
 }
 
-class Buffer {  // grows, and keeps what it has; uninitialised
-public:
-    ~Buffer() { std::free(data_); }
-    float* floats(size_t count) { return static_cast<float*>(bytes(count * sizeof(float))); }
-    void* bytes(size_t count) {
-        if (count > size_) {
-            std::free(data_);
-            size_ = (count + 4095) / 4096 * 4096;
-            data_ = std::aligned_alloc(64, size_);
-        }
-        return data_;
-    }
-
-private:
-    void* data_ = nullptr;
-    size_t size_ = 0;
-};
-
-class Workspace {
-public:
-    explicit Workspace(int num_threads) : pool(num_threads) {}
-
-    // Rows to multiply with: quantized first, if the weight is.
-    Rows rows(const float* x, int64_t tokens, int width, bool quantized) {
-        if (!quantized) return {x, {}, nullptr, width};
-        const int groups = width / kGroup;
-        if (use_strips(tokens)) return {x, {}, quantize_strips(x, tokens, width), width};
-        auto* memory = static_cast<uint8_t*>(quantized_.bytes((size_t)tokens * groups * (kGroupBytes + 16)));
-        Quantized all;
-        all.scales = reinterpret_cast<float*>(memory);
-        all.sums = all.scales + tokens * groups;
-        all.half_sums = reinterpret_cast<int32_t*>(all.sums + tokens * groups);
-        all.codes = reinterpret_cast<int8_t*>(all.half_sums + 2 * tokens * groups);
-        each_token(tokens, [&](int64_t t) { quantize_row(x + t * width, width, all.from(t, width)); });
-        return {x, all, nullptr, width};
-    }
-
-    template <class Body>
-    void each_token(int64_t tokens, const Body& body) {
-        if (tokens < 8) {
-            for (int64_t t = 0; t < tokens; t++) body(t);
-            return;
-        }
-        pool.run((int)((tokens + 3) / 4), [&](int task, int) {
-            for (int64_t t = 4 * task; t < std::min<int64_t>(4 * task + 4, tokens); t++) body(t);
-        });
-    }
-
-    ThreadPool pool;
-    ThreadControl control;
-    Profile profile{};
-    Buffer qkv, attended, projected, gate_up, gated, gathered, embedded, normed, logits;
-
-private:
-    static bool use_strips(int64_t tokens) {
-        if constexpr (kStripProducts) return tokens >= kFewestStripTokens;
-        return false;
-    }
-    const int32_t* quantize_strips(const float* x, int64_t tokens, int width) {
-        if constexpr (kStripProducts) {
-            const int groups = width / kGroup;
-            auto* all = static_cast<int32_t*>(quantized_.bytes((size_t)tokens * groups * kStripWords * sizeof(int32_t)));
-            pool.run((int)((tokens + kStripTokens - 1) / kStripTokens), [&](int task, int) {
-                const int64_t first = (int64_t)task * kStripTokens;
-                each_strip(first, std::min<int64_t>(first + kStripTokens, tokens), [&](auto n, int64_t t) {
-                    quantize_strip(x + t * width, width, reinterpret_cast<StripGroup<n>*>(all + t * groups * kStripWords));
-                });
-            });
-            return all;
-        }
-        return nullptr;
-    }
-
-    Buffer quantized_;
-};
-
-class Timer {
-public:
-    explicit Timer(int64_t& total) : total_(total), began_(now_ns(CLOCK_MONOTONIC)) {}
-    ~Timer() { total_ += now_ns(CLOCK_MONOTONIC) - began_; }
-
-private:
-    int64_t& total_;
-    const int64_t began_;
-};
-
 constexpr int64_t kMlpTokens = 256;  // tokens at once, to bound the memory of wide layers
 
 class Forward {
@@ -179,60 +94,58 @@ public:
         : w_(workspace), model_(model), step_(step),
           attention_(model.heads, step.num_sequences, step.tables, step.table_width, step.starts, step.lengths) {}
 
-    // residual: [tokens, hidden], embedded; out: [selected or tokens, hidden].
+    // residual: [tokens, hidden], embedded; out: [selected or tokens, hidden]. Between, out has the normed rows.
     void run(float* residual, float* out) {
         const int width = model_.hidden;
         int64_t tokens = step_.num_tokens;
-        each(tokens, [&](int64_t t) { rms_norm(residual + t * width, model_.layers[0].attention_norm, width, model_.epsilon, out_row(out, t)); });
-        normed_ = out;
+        qkv_ = w_.qkv.floats(tokens * qkv_width());
+        w_.each_block(tokens, [&](auto& worker, int64_t first, int64_t count) {
+            worker.each(count, [&](int64_t t) {
+                rms_norm(residual + (first + t) * width, model_.layers[0].attention_norm, width, model_.epsilon, out + (first + t) * width);
+            });
+            project(worker, 0, first, count, out);
+        });
         for (int index = 0; index < model_.num_layers; index++) {
-            const Layer& layer = model_.layers[index];
             const bool last = index + 1 == model_.num_layers;
-            const float* attended = attend(layer, index, tokens);
+            const float* attended = attend(index, tokens);
             if (last && step_.selected) {
                 attended = gather(attended, residual);
                 tokens = step_.num_selected;
                 residual = gathered_;
             }
-            float* projected = w_.projected.floats((size_t)tokens * width);
-            multiply(layer.output, attended, tokens, projected);
-            close(projected, residual, layer.attention_post_norm, layer.mlp_norm, tokens, out);
-            const float* next = last ? model_.final_norm : model_.layers[index + 1].attention_norm;
-            for (int64_t t = 0; t < tokens; t += kMlpTokens)
-                mlp(layer, residual + t * width, next, std::min(kMlpTokens, tokens - t), out + t * width);
+            w_.each_block(tokens, [&](auto& worker, int64_t first, int64_t count) {
+                finish(worker, index, attended + first * attended_width(), residual + first * width, count, out + first * width);
+                if (!last) project(worker, index + 1, first, count, out);
+            });
         }
     }
 
 private:
-    float* out_row(float* out, int64_t t) const { return out + t * model_.hidden; }
+    int64_t qkv_width() const { return (int64_t)(model_.heads.queries + 2 * model_.heads.keys) * model_.heads.dim; }
+    int64_t attended_width() const { return (int64_t)model_.heads.queries * model_.heads.dim; }
 
-    template <class Body>
-    void each(int64_t tokens, const Body& body) {
-        Timer timer(w_.profile.other);
-        w_.each_token(tokens, body);
-    }
-
-    void multiply(const Linear& weight, const float* x, int64_t tokens, float* out) {
-        Timer timer(w_.profile.linear);
-        linear(w_.pool, weight, w_.rows(x, tokens, weight.width_in, weight.quantized), tokens, out);
-    }
-
-    const float* attend(const Layer& layer, int index, int64_t tokens) {
-        const Heads& heads = model_.heads;
-        const int64_t stride = (int64_t)(heads.queries + 2 * heads.keys) * heads.dim;
-        float* qkv = w_.qkv.floats(tokens * stride);
-        multiply(layer.qkv, normed_, tokens, qkv);
+    // The queries, keys and values of some tokens; keys and values go to their slots.
+    template <class Pool>
+    void project(Worker<Pool>& worker, int index, int64_t first, int64_t count, const float* normed) {
+        const Layer& layer = model_.layers[index];
+        float* qkv = qkv_ + first * qkv_width();
+        worker.multiply(layer.qkv, normed + first * model_.hidden, count, qkv);
         const KvLayer kv = layer_of(step_, index);
-        each(tokens, [&](int64_t t) { rotate_and_write(heads, step_, kv, layer.rope, layer.head_norm, model_.head_epsilon, t, qkv + t * stride); });
-        Timer timer(w_.profile.attention);
-        float* attended = w_.attended.floats((size_t)tokens * heads.queries * heads.dim);
-        attention_.attend(w_.pool, kv, layer.window, qkv, stride, attended);
+        worker.each(count, [&](int64_t t) {
+            rotate_and_write(model_.heads, step_, kv, layer.rope, layer.head_norm, model_.head_epsilon, first + t, qkv + t * qkv_width());
+        });
+    }
+
+    const float* attend(int index, int64_t tokens) {
+        Timer timer(w_.all.scratch.profile.attention);
+        float* attended = w_.attended.floats((size_t)tokens * attended_width());
+        attention_.attend(w_.pool, layer_of(step_, index), model_.layers[index].window, qkv_, qkv_width(), attended);
         return attended;
     }
 
     // The selected rows of what was attended, and of the residual.
     const float* gather(const float* attended, const float* residual) {
-        const int width = model_.heads.queries * model_.heads.dim, count = step_.num_selected;
+        const int width = (int)attended_width(), count = step_.num_selected;
         gathered_ = w_.gathered.floats((size_t)count * (width + model_.hidden));
         float* rows = gathered_ + (size_t)count * model_.hidden;
         for (int i = 0; i < count; i++) {
@@ -243,42 +156,41 @@ private:
         return rows;
     }
 
-    // The end of one half of a layer: post norm, residual, next norm.
-    void close(float* x, float* residual, const float* post_norm, const float* next_norm, int64_t tokens, float* out) {
+    // A layer from what was attended to the rows that the next one begins with.
+    template <class Pool>
+    void finish(Worker<Pool>& worker, int index, const float* attended, float* residual, int64_t tokens, float* normed) {
+        const Layer& layer = model_.layers[index];
         const int width = model_.hidden;
-        each(tokens, [&](int64_t t) {
+        float* projected = worker.scratch.projected.floats((size_t)tokens * width);
+        worker.multiply(layer.output, attended, tokens, projected);
+        close(worker, projected, residual, layer.attention_post_norm, layer.mlp_norm, tokens, normed);
+        const float* next = index + 1 == model_.num_layers ? model_.final_norm : model_.layers[index + 1].attention_norm;
+        for (int64_t t = 0; t < tokens; t += kMlpTokens) {
+            const int64_t count = std::min(kMlpTokens, tokens - t);
+            float* gated = worker.scratch.gated.floats((size_t)count * model_.ffn);
+            worker.multiply_and_gate(layer.gate_up, normed + t * width, count, model_.activation, gated);
+            worker.multiply(layer.down, gated, count, projected);
+            close(worker, projected, residual + t * width, layer.mlp_post_norm, next, count, normed + t * width);
+        }
+    }
+
+    // The end of one half of a layer: post norm, residual, next norm.
+    template <class Pool>
+    void close(Worker<Pool>& worker, float* x, float* residual, const float* post_norm, const float* next_norm, int64_t tokens, float* out) {
+        const int width = model_.hidden;
+        worker.each(tokens, [&](int64_t t) {
             float* row = x + t * width;
             if (post_norm) rms_norm(row, post_norm, width, model_.epsilon, row);
             add_row(residual + t * width, row, width);
-            rms_norm(residual + t * width, next_norm, width, model_.epsilon, out_row(out, t));
+            rms_norm(residual + t * width, next_norm, width, model_.epsilon, out + t * width);
         });
-    }
-
-    void mlp(const Layer& layer, float* residual, const float* next_norm, int64_t tokens, float* normed) {
-        float* gated = w_.gated.floats((size_t)tokens * model_.ffn);
-        multiply_and_gate(layer.gate_up, normed, tokens, gated);
-        float* projected = w_.projected.floats((size_t)tokens * model_.hidden);
-        multiply(layer.down, gated, tokens, projected);
-        close(projected, residual, layer.mlp_post_norm, next_norm, tokens, normed);
-    }
-
-    void multiply_and_gate(const Linear& weight, const float* x, int64_t tokens, float* out) {
-        float* gate_up;
-        {
-            Timer timer(w_.profile.linear);
-            const Rows rows = w_.rows(x, tokens, weight.width_in, weight.quantized);
-            if (gated_linear(w_.pool, weight, rows, tokens, model_.activation, out)) return;
-            gate_up = w_.gate_up.floats((size_t)tokens * 2 * model_.ffn);
-            linear(w_.pool, weight, rows, tokens, gate_up);
-        }
-        each(tokens, [&](int64_t t) { gate(gate_up + t * 2 * model_.ffn, model_.ffn, model_.activation, out + t * model_.ffn); });
     }
 
     Workspace& w_;
     const Model& model_;
     const Step& step_;
     StepAttention attention_;
-    const float* normed_ = nullptr;
+    float* qkv_ = nullptr;       // [tokens, qkv_width()]
     float* gathered_ = nullptr;
 };
 

@@ -123,7 +123,8 @@ static inline Gate gate_for(int32_t format) {
 
 // activation(x G^T) * (x V^T), where the first half of the weight's rows is G; false, and nothing done, where it cannot be
 // computed at once. out: [tokens, width_out / 2]
-static inline bool gated_linear(ThreadPool& pool, const Linear& weight, const Rows& x, int64_t tokens, int32_t activation, float* out) {
+template <class Pool>
+static inline bool gated_linear(Pool& pool, const Linear& weight, const Rows& x, int64_t tokens, int32_t activation, float* out) {
     const int width = weight.width_out / 2, num_panels = width / kPanelRows;
     const Gate gate = weight.num_segments == 1 ? gate_for(weight.segments->format) : nullptr;
     if (!x.strips || !gate || weight.bias || width % kPanelRows) return false;
@@ -139,7 +140,8 @@ static inline bool gated_linear(ThreadPool& pool, const Linear& weight, const Ro
 }
 
 // out: [tokens, width_out]
-static inline void linear(ThreadPool& pool, const Linear& weight, const Rows& x, int64_t tokens, float* out) {
+template <class Pool>
+static inline void linear(Pool& pool, const Linear& weight, const Rows& x, int64_t tokens, float* out) {
     const int64_t stride = weight.width_out;
     for (int64_t token = 0; token < tokens; token += kTokensAtOnce) {
         const int64_t end = std::min<int64_t>(token + kTokensAtOnce, tokens);

@@ -164,13 +164,11 @@ struct Simd {
     static inline Float maximum(Float x, Float y) { return {{vmaxq_f32(x.v[0], y.v[0]), vmaxq_f32(x.v[1], y.v[1])}}; }
     static inline Float minimum(Float x, Float y) { return {{vminq_f32(x.v[0], y.v[0]), vminq_f32(x.v[1], y.v[1])}}; }
     static inline Float divide(Float x, Float y) { return {{vdivq_f32(x.v[0], y.v[0]), vdivq_f32(x.v[1], y.v[1])}}; }
-    static inline Float round(Float x) { return {{vrndnq_f32(x.v[0]), vrndnq_f32(x.v[1])}}; }
     static inline Float absolute(Float x) { return {{vabsq_f32(x.v[0]), vabsq_f32(x.v[1])}}; }
     static inline Int round_to_int(Float x) { return {{vcvtnq_s32_f32(x.v[0]), vcvtnq_s32_f32(x.v[1])}}; }
     static inline int32_t sum(Int x) { return vaddvq_s32(vaddq_s32(x.v[0], x.v[1])); }
-    static inline Float power_of_two(Int exponent) {
-        return {{vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(exponent.v[0], vdupq_n_s32(127)), 23)),
-                 vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(exponent.v[1], vdupq_n_s32(127)), 23))}};
+    static inline Float low_bits_as_exponent(Float x) {
+        return {{vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x.v[0]), 23)), vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x.v[1]), 23))}};
     }
     static inline float sum(Float x) { return vaddvq_f32(vaddq_f32(x.v[0], x.v[1])); }
     static inline float highest(Float x) { return vmaxvq_f32(vmaxq_f32(x.v[0], x.v[1])); }

@@ -79,7 +79,6 @@ struct Simd {
     static inline Float maximum(Float x, Float y) { return _mm512_max_ps(x, y); }
     static inline Float minimum(Float x, Float y) { return _mm512_min_ps(x, y); }
     static inline Float divide(Float x, Float y) { return _mm512_div_ps(x, y); }
-    static inline Float round(Float x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
     static inline Float absolute(Float x) { return _mm512_abs_ps(x); }
     static inline Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
     static inline Int add(Int x, Int y) { return _mm512_add_epi32(x, y); }
@@ -89,9 +88,7 @@ struct Simd {
         const __m256i words = _mm512_cvtsepi32_epi16(x);
         _mm256_storeu_si256((__m256i*)(group + 2 * at), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
     }
-    static inline Float power_of_two(Int exponent) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23));
-    }
+    static inline Float low_bits_as_exponent(Float x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
     static inline float sum(Float x) { return _mm512_reduce_add_ps(x); }
     static inline float highest(Float x) { return _mm512_reduce_max_ps(x); }
 
@@ -176,7 +173,6 @@ struct Simd {
     static inline Float maximum(Float x, Float y) { return _mm256_max_ps(x, y); }
     static inline Float minimum(Float x, Float y) { return _mm256_min_ps(x, y); }
     static inline Float divide(Float x, Float y) { return _mm256_div_ps(x, y); }
-    static inline Float round(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static inline Float absolute(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
     static inline Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
     static inline bool any_nan(Float x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
@@ -190,9 +186,7 @@ struct Simd {
         const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
         _mm_storeu_si128((__m128i*)(group + 2 * at), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xD8), 0xD8));
     }
-    static inline Float power_of_two(Int exponent) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
-    }
+    static inline Float low_bits_as_exponent(Float x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23)); }
     static inline __m128 halves(Float x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
     static inline float sum(Float x) {
         __m128 v = halves(x);
