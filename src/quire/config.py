@@ -203,6 +203,10 @@ class EngineConfig:
     seed: int = _integer(None, 0, -(2**63) + 1, 2**63 - 1, "Base of the random numbers of requests without a seed.")
     threads: int | None = _integer("--threads", None, 1, 1023,
                                    "CPU threads. Default: one for each fast core, within the CPU quota.")  # fmt: skip
+    tensor_parallel_size: int = _integer(
+        "--tensor-parallel-size", 1, 1, 64,
+        "Processes that divide every layer of the model among them, on CPUs.",
+    )  # fmt: skip
     tenant_weights: Mapping[str, float] = field(
         default_factory=dict,
         metadata={"setting": Setting("mapping", "Weight of a tenant in fair scheduling; 1 if not given.")},
@@ -255,6 +259,7 @@ class SettingsDict(TypedDict, total=False):
     regime: str | None
     seed: int
     threads: int | None
+    tensor_parallel_size: int
     tenant_weights: Mapping[str, float]
 
 
@@ -309,7 +314,7 @@ def shows_settings(function: Function) -> Function:
     return function
 
 
-_ONE_DEVICE = "a model runs on one device; omit it"
+_ONE_MACHINE = "a model runs on one machine; omit it"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
@@ -317,12 +322,11 @@ _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_n
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
 # are settings, written as flags on the command line.
 _FOREIGN = {
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "tp": _ONE_DEVICE,
-    "tp_size": _ONE_DEVICE,
-    "dp_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_MACHINE,
+    "data_parallel_size": _ONE_MACHINE,
+    "tp": "use {tensor_parallel_size}",
+    "tp_size": "use {tensor_parallel_size}",
+    "dp_size": _ONE_MACHINE,
     "n_gpu_layers": "all layers run on one device, which {device} chooses; omit it",
     "enforce_eager": "CUDA graphs are captured automatically on GPUs; omit it",
     "disable_cuda_graph": "CUDA graphs are captured automatically on GPUs; omit it",
@@ -399,6 +403,7 @@ class ResolvedConfig:
     reasons: dict[str, str] = field(default_factory=dict)
     drafters: tuple[str, ...] = ()  # of speculative decoding
     resident_limit: int | None = None  # KV blocks that unheld prefixes may fill at first; None: all
+    tensor_parallel_size: int = 1  # ranks, each of which has `kv_bytes`
 
 
 def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
@@ -462,6 +467,7 @@ def resolve(
         reasons=reasons,
         drafters=drafters,
         resident_limit=None if on_gpu or config.host_kv_memory else _resident_limit(kv_bytes, num_blocks),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

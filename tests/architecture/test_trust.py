@@ -12,8 +12,8 @@ TEMPLATE_FILES = {"text/template_sandbox.py"}  # who may know the template engin
 SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which one, or what is derived from it
 # The command line starts in a blink, and the composition root picks one body of several.
 LAZY = {
-    "cli", "__init__", "engine/build.py", "engine/open_model.py", "engine/build_scheduler.py", "engine/engine_main.py",
-    "kernels/select.py",
+    "cli", "__init__", "engine/build_runner.py", "engine/open_model.py", "engine/build_scheduler.py",
+    "engine/engine_main.py", "engine/rank_main.py", "kernels/select.py",
 }  # fmt: skip
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
 READS_ENVIRONMENT = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from quire.core.model import ModelSpec, RopeSpec
-from quire.engine import build
+from quire.engine import build_runner
 from quire.formats.presets import SHAPES
 from quire.kernels.select import KernelChoice, select_kernels
 from tests.cli.commands import Shell
@@ -37,6 +37,6 @@ def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setitem(SHAPES, "wordy", replace(TINY, vocab_size=2_000))
-    monkeypatch.setattr(build, "select_kernels", reference)
+    monkeypatch.setattr(build_runner, "select_kernels", reference)
     monkeypatch.setattr(gc, "unfreeze", lambda: None)  # after a measurement: the heap of all tests stays frozen
     return Shell(monkeypatch, capsys)

@@ -16,7 +16,7 @@ from quire.bench.speculation import (
 )
 from quire.config import EngineConfig
 from quire.core.step import Runner
-from quire.engine import build as build_module
+from quire.engine import build_runner
 from quire.engine.build import build
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
@@ -80,7 +80,7 @@ def test_both_engines_answer_every_prompt(tmp_path: Path) -> None:
 def steps_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU they are called again instead of replayed."""
     choice = KernelChoice(TorchCpuKernels(), "planted", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
-    monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
+    monkeypatch.setattr(build_runner, "select_kernels", lambda *args, **options: choice)
 
 
 def test_the_command_plots_planted_drafts(quire: Shell, steps_of_a_gpu: None, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.environment import settings
 from quire.config import EngineConfig
-from quire.engine import build
+from quire.engine import build, build_runner
 from quire.engine.startup import StartupPhase, StartupReporter
 from quire.formats.presets import SHAPES
 from quire.kernels.attention_backends import AttentionNeeds
@@ -21,12 +21,12 @@ def test_the_models_attention_needs_are_passed_and_the_reasons_reported(monkeypa
     reasons = ("decodes by quire", "one long chunk by another")
     asked: list[object] = []
 
-    def select(*given: object, batch_invariant: bool) -> KernelChoice:
-        asked.extend((*given, batch_invariant))
+    def select(*given: object, batch_invariant: bool, num_ranks: int) -> KernelChoice:
+        asked.extend((*given, num_ranks, batch_invariant))
         return KernelChoice(ReferenceKernels(), "for a test", attention=reasons)
 
     monkeypatch.setitem(SHAPES, "windowed", replace(TINY, windows=(0, 32), attention_softcap=5.0))
-    monkeypatch.setattr(build, "select_kernels", select)
+    monkeypatch.setattr(build_runner, "select_kernels", select)
     config = EngineConfig(
         "windowed", load_format="dummy", device="cpu", dtype="float32", block_size=8, kv_cache_memory=1 << 20,
         attention_backend="fa3", batch_invariant=True,

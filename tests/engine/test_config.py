@@ -166,7 +166,11 @@ def test_help_shows_every_setting():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("tensor_parallel_size", "a model runs on one device; omit it."),
+        (
+            "pipeline_parallel_size",
+            "a model runs on one machine; omit it.",
+        ),
+        ("tp_size", "use tensor_parallel_size."),
         ("n_ctx", "use max_model_len."),
         ("swap_space", "use host_kv_memory, with a unit such as 4GiB."),
         ("kv_cache_dtype", "the KV cache has the format of the weights, which dtype sets."),

@@ -29,7 +29,7 @@ def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.
             theirs.recv(1)
         order.append("awake")
 
-    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process, "leave_signals_to_parent", lambda: None)
     monkeypatch.setattr(
         process, "die_with_parent", lambda parent: threading.current_thread() is threading.main_thread()
     )

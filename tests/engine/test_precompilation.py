@@ -12,7 +12,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile
 from quire.core.sampling import SamplingParams
-from quire.engine import build
+from quire.engine import build, build_runner
 from quire.engine.build import Precompilation
 from quire.engine.startup import StartupPhase, StartupReporter
 from quire.formats.presets import SHAPES
@@ -86,7 +86,7 @@ def started(
     """A model with QK norm, with kernels that pack nothing; precompiled if there is a compiler."""
     monkeypatch.setattr(build, "precompiling_for", lambda device: None if compiler is None else compiler.ahead)
     monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
-    monkeypatch.setattr(build, "select_kernels", lambda *_, **__: KernelChoice(ReferenceKernels(), "for a test"))
+    monkeypatch.setattr(build_runner, "select_kernels", lambda *_, **__: KernelChoice(ReferenceKernels(), "for a test"))
     settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
     return build.build(EngineConfig("normed", **settings), watch)
 
@@ -110,7 +110,7 @@ def tokens(built: build.BuiltEngine) -> tuple[int, ...]:
 def test_weights_are_loaded_while_kernels_are_compiled_and_the_model_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "dummy_weights", nan_weights)
+    monkeypatch.setattr(build_runner, "dummy_weights", nan_weights)
     compiler = FakeCompiler()
     one = tokens(started(monkeypatch, compiler, StartupReporter(finished=compiler.note)))
     compiler.order.remove("first")  # at any time before
@@ -128,7 +128,7 @@ def test_an_unreadable_file_stops_compilation(monkeypatch: pytest.MonkeyPatch) -
     def broken() -> None:
         raise BrokenModelFile("it changed while it was read.")
 
-    monkeypatch.setattr(build, "dummy_weights", lambda *given: dummy_weights(*given)._replace(fill=broken))
+    monkeypatch.setattr(build_runner, "dummy_weights", lambda *given: dummy_weights(*given)._replace(fill=broken))
     with pytest.raises(BrokenModelFile):
         started(monkeypatch, compiler, StartupReporter(finished=compiler.note))
     assert compiler.order[-3:] == ["begun", "reported dry run", "over"], "without waiting for kernels"

@@ -7,7 +7,7 @@ import pytest
 from quire import LLM
 from quire.config import EngineConfig
 from quire.core.step import Runner
-from quire.engine import build as build_module
+from quire.engine import build_runner
 from quire.engine.build import build
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
@@ -29,7 +29,7 @@ def always(llm: LLM) -> LLM:
 def on_device(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> LLM:
     """An engine with the steps of a GPU, captured and in flight; on a CPU they are called again."""
     choice = KernelChoice(TorchCpuKernels(), "as on a GPU", REFERENCE_ROW_KERNELS, REFERENCE_DRAFT_KERNELS)
-    monkeypatch.setattr(build_module, "select_kernels", lambda *args, **options: choice)
+    monkeypatch.setattr(build_runner, "select_kernels", lambda *args, **options: choice)
 
     def prepare(runner: Runner) -> Runner:
         assert isinstance(runner, ModelRunner)

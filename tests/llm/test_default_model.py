@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.bench.transformers_baseline import as_llama
-from quire.engine.build import weights_of
+from quire.engine.build_runner import weights_of
 from quire.formats.open_checkpoint import open_checkpoint
 from quire.kernels.cpu.native_build import cpu_flags
 from quire.kernels.cpu.native_library import STORED_ENCODINGS

@@ -17,7 +17,7 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.config import EngineConfig
-from quire.engine.build import weights_of
+from quire.engine.build_runner import weights_of
 from quire.engine.open_model import open_model
 from quire.models.decoder import Decoder
 from tests.kernels.cpu_kernels import cpu_kernels

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.core.codec import RecordDecoder, RecordEncoder
 from quire.core.errors import BrokenJournal, ConfigError
 from quire.core.ids import RequestId, Row
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.core.step import StepPlan
-from quire.sched.journal.codec import RecordDecoder, RecordEncoder
 from quire.sched.journal.recorder import JournaledScheduler, checksum
 from quire.sched.journal.records import MAGIC
 from quire.sched.journal.replay import Condition, ReplayReport, replay

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.codec import RecordDecoder, RecordEncoder
 from quire.core.ids import SequenceId
 from quire.core.request import BeamParams, SequenceState
 from quire.core.step import FinishReason
 from quire.sched.audit import audit_rest
-from quire.sched.journal.codec import RecordDecoder, RecordEncoder
 from quire.sched.journal.recorder import JournaledScheduler
 from quire.sched.journal.records import (
     ConcludeRecord,

@@ -57,6 +57,9 @@ class Doubling:
     def __init__(self) -> None:
         self.threads: set[int] = set()
 
+    def group_size(self, encoding: str) -> int:
+        return 1
+
     def knows(self, encoding: str) -> bool:
         return True
 

@@ -30,7 +30,8 @@ from quire.cli.load_model import NamedModel, headline, start
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.core.step import Runner
-from quire.engine.build import BuiltEngine, weights_of
+from quire.engine.build import BuiltEngine
+from quire.engine.build_runner import weights_of
 from quire.engine.machine import pick_device
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.llm import LLM

@@ -263,3 +263,7 @@ class EngineFailed(QuireError):
     status = 500
     code = "engine_failed"
     exit_code = 1
+
+
+class RankFailed(EngineFailed):
+    """A process of a tensor-parallel group failed: no later step can be computed."""

@@ -28,6 +28,23 @@ def die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """A child started inside has the parent's signals blocked until it ignores them itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_parent() -> None:
+    """In a child that was started with `signals_held`."""
+    for number in PARENT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
+
+
 # Allocations per collection of generation 0, and collections of each generation per one of the next. Python's 700 suits
 # small programs: a server under load allocates that many objects in a few milliseconds.
 _THRESHOLDS = (20_000, 20, 20)

@@ -51,21 +51,30 @@ class WorkerProcess:
 
 def send_frame(connection: socket.socket, message: object) -> None:
     """Raises OSError if the other end is closed."""
-    data = json.dumps(message).encode("ascii")
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    send_bytes(connection, json.dumps(message).encode("ascii"))
 
 
 def receive_frame(connection: socket.socket) -> object | None:
     """The next message; None if the other end was closed, also in the middle of one. Raises TimeoutError."""
+    data = receive_bytes(connection)
+    if data is None:
+        return None
+    message: object = json.loads(data)
+    return message
+
+
+def send_bytes(connection: socket.socket, data: bytes) -> None:
+    """Bytes of any meaning as a frame."""
+    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+
+def receive_bytes(connection: socket.socket) -> bytes | None:
     head = _receive(connection, _LENGTH_BYTES)
     num_bytes = int.from_bytes(head, "big")
     if len(head) < _LENGTH_BYTES or num_bytes > MAX_FRAME_BYTES:
         return None
     data = _receive(connection, num_bytes)
-    if len(data) < num_bytes:
-        return None
-    message: object = json.loads(data)
-    return message
+    return data if len(data) == num_bytes else None
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import GIB, EngineConfig, MachineInfo, ResolvedConfig, resolve, resolve_dtype
-from quire.core.errors import ConfigError
+from quire.config import GIB, EngineConfig, MachineInfo, ResolvedConfig, resolve
 from quire.core.model import ModelSpec
+from quire.core.sharding import Shard
 from quire.core.step import Runner
+from quire.engine.build_ranks import RankCheck, TensorParallelRanks
+from quire.engine.build_runner import DTYPES, allocate_weights, choose_dtype, choose_kernels, make_runner, make_stores
 from quire.engine.build_scheduler import (
     captured_sizes,
     first_costs,
@@ -30,26 +32,20 @@ from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
-from quire.formats.checkpoint import Checkpoint, CheckpointSource
-from quire.kernels.attention_backends import AttentionNeeds
-from quire.kernels.interface import AttentionRule, Precompiling, Weight
-from quire.kernels.select import KernelChoice, precompiling_for, select_kernels
+from quire.formats.checkpoint import Checkpoint
+from quire.kernels.interface import Precompiling, Weight
+from quire.kernels.select import KernelChoice, precompiling_for
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
-from quire.runner.device_drafting import DraftConfig, SuffixDrafter
-from quire.runner.drafters import drafters_of
-from quire.runner.kv_store import KvStores, measure_transfer, new_store
+from quire.runner.kv_store import KvStores, measure_transfer
 from quire.runner.model_runner import ModelRunner, time_steps, warm_up
 from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable
 from quire.sched.pacing import usual_itl_s
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
-from quire.weights.allocate import UnfilledWeights, dummy_weights, num_parameters
-from quire.weights.dequantize import Dequantizer
-from quire.weights.load import unfilled_weights
-from quire.weights.stored_weights import stored_weights
+from quire.weights.allocate import UnfilledWeights, num_parameters
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
@@ -74,10 +70,6 @@ class Precompilation:
             reporter.done("dry run", "collects the kernels to compile")
             yield
             reporter.done("kernels", finish().describe())
-
-
-_SERVING_CAPTURE_SHARE = 0.15  # of the time, in which captures between steps may pause steps of a server; never tuned
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +109,7 @@ class BuiltEngine:
             run_ahead=resolved.run_ahead,
             pid=os.getpid(),
             caches_prefixes=resolved.regime == "prefix",
+            tensor_parallel_size=resolved.tensor_parallel_size,
         )
 
 
@@ -141,40 +134,40 @@ def build(
     precompilation = _start_precompilation(device, reporter)
     opened = opened or open_model(config, reporter.fetching)
     name, checkpoint, tokenizer = opened
-    dtype = resolve_dtype(config, inspect(device))
-    _check_dtype(config, checkpoint, dtype)
-    spec = checkpoint.spec
+    dtype = choose_dtype(config, checkpoint, device)
+    shard = Shard(0, config.tensor_parallel_size)
+    ranks = TensorParallelRanks(config, dtype, device) if shard.size > 1 else None
+    spec = shard.spec(checkpoint.spec)
     reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
-    choice = _kernels(config, spec, _DTYPES[dtype], device, reporter)
+    choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
-    to_preload = grammars if serving else None
-    unfilled = _allocate_weights(config, checkpoint, _DTYPES[dtype], device, reporter, choice)
+    unfilled = allocate_weights(config, checkpoint, DTYPES[dtype], device, reporter, choice, shard)
     weights = unfilled.weights
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
-        _load_weights(unfilled, to_preload)
-    machine = inspect(device)
-    resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
-    model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
-    usage = _weight_usage(config, checkpoint, model, weights, _DTYPES[dtype])
+        _load_weights(unfilled, grammars if serving else None)
+    machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
+    resolved = resolve(config, spec, spec.kv_bytes_per_token(DTYPES[dtype].itemsize), machine, serving=serving)
+    group = None if ranks is None else ranks.join(resolved)
+    model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, group)
+    usage = _weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
-    num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
-    stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
-    runner = _runner(model, stores, resolved, choice, serving, planted_drafts)
+    stores = make_stores(model, resolved, choice, device)
+    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts)
     reporter.done("kv cache", _describe_cache(resolved))
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
-            _load_weights(unfilled, to_preload)
+            _load_weights(unfilled, grammars if serving else None)
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
     warm_up(model, stores)
     reporter.done("warm-up", choice.reason)
     step_times = _step_times(model, stores, runner, choice, reporter)
-    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, resolved, stores, step_times)
+    costs = _costs(spec, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
-    engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
+    engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
-    reporter.done("memory", memory.describe())
+    reporter.done("memory", memory.describe(resolved.tensor_parallel_size))
     client = LocalClient(engine, tokenizer)
     return BuiltEngine(
         name, engine, client, tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention
@@ -199,63 +192,6 @@ def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") 
     if to_preload is not None:
         Thread(target=load_vocabulary, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
     unfilled.fill()
-
-
-def _kernels(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
-) -> KernelChoice:
-    """Before the weights are loaded: a requested attention backend that is not available fails early."""
-    windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
-    rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
-    needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
-    quantization = None if config.quantization in ("auto", "none") else config.quantization
-    choice = select_kernels(
-        device.type, needs, config.attention_backend, quantization, config.threads,
-        batch_invariant=config.batch_invariant,
-    )  # fmt: skip
-    if choice.attention:
-        reporter.done("attention", " · ".join(choice.attention))
-    else:
-        reporter.done("kernels", choice.reason)
-    return choice
-
-
-def _runner(
-    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool, planted: bool
-) -> ModelRunner:
-    on_host = stores.device.device.type == "cpu" and choice.draft_kernels is None
-    return ModelRunner(
-        model,
-        stores,
-        max_rows=resolved.max_num_seqs,
-        max_length=resolved.max_model_len,
-        row_kernels=choice.row_kernels,
-        draw_tokens=choice.draw_tokens,
-        max_step_tokens=resolved.max_num_batched_tokens,
-        capture_share=_SERVING_CAPTURE_SHARE if serving else 1.0,
-        kept_bytes=max(resolved.workspace_bytes - GIB, 0),
-        capture_graphs=choice.capturable,
-        drafters=drafters_of(resolved.drafters) if on_host else (),
-        device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
-    )
-
-
-def _device_drafts(
-    resolved: ResolvedConfig, choice: KernelChoice, device: torch.device, *, planted: bool
-) -> DraftConfig | None:
-    """Drafts that are proposed and verified on a GPU, where steps are captured."""
-    if not resolved.drafters or choice.draft_kernels is None or not choice.capturable:
-        return None
-    drafter = SuffixDrafter(
-        resolved.max_num_seqs,
-        resolved.max_model_len,
-        device,
-        ngram="ngram" in resolved.drafters,
-        tree="tree" in resolved.drafters,
-        kernels=choice.draft_kernels,
-    )
-    chance = torch.zeros((), dtype=torch.int64, device=device) if planted else None
-    return DraftConfig(drafter, choice.draft_kernels, chance)
 
 
 def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
@@ -323,19 +259,20 @@ def _engine(
     resolved: ResolvedConfig,
     scheduler: Scheduler,
     runner: ModelRunner,
+    ranks: TensorParallelRanks | None,
     observe: Callable[[Runner], Runner],
     grammars: "GrammarMasks | None",
 ) -> Engine:
     vocab_size = opened.checkpoint.spec.vocab_size
     return Engine(
         scheduler,
-        observe(runner),
+        observe(runner if ranks is None else ranks.runner(runner)),
         make_validator(vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
         grammars=grammars,
-        preparing=runner,
+        preparing=runner if ranks is None else RankCheck(runner, ranks),
         span=torch.cuda.nvtx.range if runner.device.type == "cuda" else None,
     )
 
@@ -411,47 +348,6 @@ def _describe_cache(resolved: ResolvedConfig) -> str:
     if resolved.num_host_blocks:
         text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
     return text
-
-
-def _check_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> None:
-    if dtype == "float16" and checkpoint.spec.family.startswith("gemma"):
-        raise ConfigError("Gemma's activations do not fit float16; use --dtype bfloat16.", param="dtype")
-
-
-def _allocate_weights(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    reporter: StartupReporter,
-    choice: KernelChoice,
-) -> UnfilledWeights:
-    """A GGUF file's weights stay as they are stored where the kernels can read them, and nothing else is asked for."""
-    stays = choice.stored_encodings and config.quantization != "none" and dtype is not torch.float32
-    if checkpoint.source is not CheckpointSource.GGUF or not stays:
-        return _allocate_tensors(config, checkpoint, dtype, device, reporter)
-    stored = stored_weights(checkpoint, _gguf_dequantizer(), choice.stored_encodings, reporter.loading)
-    return UnfilledWeights(stored, lambda: None)
-
-
-def _gguf_dequantizer() -> Dequantizer:
-    from quire.weights.gguf_dequantize import GgufDequantizer  # gguf is imported only for GGUF files
-
-    return GgufDequantizer()
-
-
-def _allocate_tensors(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
-) -> UnfilledWeights:
-    if checkpoint.source is CheckpointSource.DUMMY:
-        return dummy_weights(checkpoint.spec, dtype, device, config.seed)
-    dequantizer = _gguf_dequantizer() if checkpoint.source is CheckpointSource.GGUF else None
-    return unfilled_weights(checkpoint, dtype, device, reporter.loading, dequantizer)
-
-
-def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
-    """A second copy of a model's weights, for comparisons."""
-    return _allocate_tensors(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
 
 
 def _num_weight_bytes(weights: DecoderWeights) -> int:

@@ -5,14 +5,13 @@ handled by the parent, which lets the engine finish its work.
 """
 
 import logging
-import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
 from quire.core.errors import QuireError
-from quire.core.process import PARENT_SIGNALS, die_with_parent, freeze_heap, gc_frozen_imports
+from quire.core.process import die_with_parent, freeze_heap, gc_frozen_imports, leave_signals_to_parent
 from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
@@ -24,9 +23,7 @@ from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
 
 def main(descriptor: int, parent: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
-    for number in PARENT_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)  # see `_signals_held`
+    leave_signals_to_parent()
     if not die_with_parent(parent):
         return 0
     connection = socket.socket(fileno=descriptor)

@@ -9,29 +9,18 @@ import logging
 import mmap
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from quire.core.process import PARENT_SIGNALS
+from quire.core.process import signals_held
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, ToFront, pack, read_for_front
 
 _READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """A child started inside has these signals blocked until it ignores them itself."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class EngineProcess:
@@ -43,7 +32,7 @@ class EngineProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
-            with _signals_held():
+            with signals_held():
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)

@@ -1,5 +1,6 @@
 """From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,8 +8,10 @@ from quire.catalog.locate import locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report, ignore
 from quire.config import EngineConfig, check_length
-from quire.core.errors import BrokenModelFile, InvalidParameter, ModelNotFound
+from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound
+from quire.core.model import ModelSpec
 from quire.core.sampling import SamplingParams
+from quire.core.sharding import check_divisible
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
@@ -47,14 +50,34 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
 
 def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: bool = False) -> OpenedModel:
     """Find the model, and fetch it if it must be. A scripted one has no positions to run out of."""
-    name, checkpoint = _find(config, fetching)
+    name, checkpoint = find_checkpoint(config, fetching)
     if not scripted:
         check_length(config, checkpoint.spec)
+        _check_ranks(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
     return OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
 
 
-def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
+def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.tensor_parallel_size > 1 and config.device == "cuda":
+        raise on_gpus_refused(config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1 and sys.platform != "linux":
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, which needs Linux. Use --tensor-parallel-size 1.",
+            param="tensor_parallel_size",
+        )
+    check_divisible(spec, config.tensor_parallel_size)
+
+
+def on_gpus_refused(size: int) -> ConfigError:
+    return ConfigError(
+        f"tensor_parallel_size is {size}, and the device is a GPU: so far, a model is divided among processes on CPUs "
+        f"only. Use --device cpu, or --tensor-parallel-size 1.",
+        param="tensor_parallel_size",
+    )
+
+
+def find_checkpoint(config: EngineConfig, fetching: Report = ignore) -> tuple[str, Checkpoint]:
     if config.load_format == "dummy":
         if config.model is None:
             raise ModelNotFound("Dummy weights need the name of a shape, e.g. qwen3-0.6b.", param="model")

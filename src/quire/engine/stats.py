@@ -11,7 +11,8 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Device memory by use, in bytes, once an engine is ready. On a CPU, only the first two are known."""
+    """Device memory by use, in bytes, once an engine is ready: of one rank, if there are several. On a CPU, only the
+    first two are known."""
 
     weights: int = 0
     kv: int = 0
@@ -27,9 +28,10 @@ class MemoryUsage:
         kept = max(self.workspace - (more - of_free), 0)
         return replace(self, graphs=self.graphs + more, free=self.free - of_free, workspace=kept)
 
-    def describe(self) -> str:
+    def describe(self, num_ranks: int = 1) -> str:
         parts = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
+        text = " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
+        return text if num_ranks == 1 else f"{text}, on each of {num_ranks} ranks"
 
 
 def account_memory(*, weights: int, kv: int, graphs: int, workspace: int, free: int, total: int) -> MemoryUsage:
@@ -108,6 +110,7 @@ class EngineInfo:
     run_ahead: int
     pid: int
     caches_prefixes: bool = True
+    tensor_parallel_size: int = 1  # ranks, each of which has the memory above
 
 
 @dataclass(frozen=True, slots=True)

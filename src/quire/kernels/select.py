@@ -49,12 +49,14 @@ def select_kernels(
     threads: int | None = None,
     *,
     batch_invariant: bool = False,
+    num_ranks: int = 1,
 ) -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
-    `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU; None: see `usable_cores`.
-    `batch_invariant`: a row has the same bits in every batch. The native CPU kernels always do that.
+    `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU, of all ranks together;
+    None: see `usable_cores`. `batch_invariant`: a row has the same bits in every batch. The native CPU kernels always
+    do that.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -64,6 +66,7 @@ def select_kernels(
         )
     if name == "cpu":
         cores = usable_cores() if threads is None else UsableCores(threads, "--threads")
+        cores = cores if num_ranks == 1 else cores.shared_by(num_ranks)
         return _cpu_choice(quantization, needs, cores, batch_invariant)
     if quantization is not None:
         raise ConfigError(

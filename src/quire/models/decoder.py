@@ -9,11 +9,13 @@ from torch import Tensor
 
 from quire.core.ids import IntArray
 from quire.core.model import ModelSpec
+from quire.dist.process_group import ProcessGroup
 from quire.kernels.interface import (
     AttentionRule,
     DecoderTables,
     HeadNorm,
     Kernels,
+    LayerStack,
     PackedMatrix,
     PartialSums,
     StackedLayer,
@@ -22,7 +24,8 @@ from quire.kernels.interface import (
 )
 from quire.kernels.row_interface import EndColumns, RowColumns
 from quire.layers.attention import Attention, Heads
-from quire.layers.linear import GatedMlp, Linear
+from quire.layers.linear import GatedMlp, Linear, Projection
+from quire.layers.parallel import ParallelVocabulary, RowParallelLinear
 from quire.layers.rope import RopeTable
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
@@ -48,17 +51,20 @@ class _Layer:
         "rule",
     )
 
-    def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels, group: ProcessGroup | None
+    ) -> None:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        adds_bias = group is None or group.shard.rank == 0  # of what is summed over the ranks, once
         self.qkv = Linear(kernels, weights.qkv, weights.qkv_bias)
-        self.output = Linear(kernels, weights.output, weights.output_bias)
+        self.output = Linear(kernels, weights.output, weights.output_bias if adds_bias else None)
         self.gate_up = Linear(kernels, weights.gate_up, weights.gate_up_bias)
-        self.down = Linear(kernels, weights.down, weights.down_bias)
+        self.down = Linear(kernels, weights.down, weights.down_bias if adds_bias else None)
         self.head_norm = _head_norm(heads, weights, spec.norm_eps)
         self.rule = AttentionRule(spec.scale, spec.window(index), spec.attention_softcap)
-        projection = self.output.unreduced if weights.attention_post_norm is None else self.output
+        projection = _projection(self.output, weights.attention_post_norm, group)
         self.attention = Attention(heads, self.rule, self.qkv, projection, self.head_norm)
-        down = self.down.unreduced if weights.mlp_post_norm is None else self.down
+        down = _projection(self.down, weights.mlp_post_norm, group)
         self.mlp = GatedMlp(kernels, self.gate_up, down, spec.activation)
         self.attention_norm = weights.attention_norm
         self.attention_post_norm = weights.attention_post_norm
@@ -89,15 +95,28 @@ class _Layer:
 
 
 class Decoder:
-    """A decoder-only transformer over a paged KV store, for sequences of up to `max_length` tokens."""
+    """A decoder-only transformer over a paged KV store, for sequences of up to `max_length` tokens.
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, max_length: int) -> None:
+    With a process group it is one rank of it: `spec` and `weights` are that rank's part (`core/sharding.py`).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        kernels: Kernels,
+        max_length: int,
+        group: ProcessGroup | None = None,
+    ) -> None:
         self._spec = spec
         self._kernels = kernels
+        self._vocabulary = (
+            None if group is None else ParallelVocabulary(spec.vocab_size, weights.embedding.shape[0], group)
+        )
         self._packed_head = kernels.pack_head(weights.head)
         self._head = weights.head if isinstance(weights.head, Tensor) and not kernels.packs_embedding else None
         self._table = _embedding_table(weights, kernels, self._packed_head)
-        self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
+        self._layers = [_Layer(spec, index, layer, kernels, group) for index, layer in enumerate(weights.layers)]
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._dtype = dtype
@@ -106,8 +125,11 @@ class Decoder:
         self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        order = {rope: index for index, rope in enumerate(self._ropes)}
-        self._stack = kernels.stack(
+        self._stack = self._stacked() if group is None else None  # ranks meet after each half of a layer
+
+    def _stacked(self) -> LayerStack | None:
+        spec, order = self._spec, {rope: index for index, rope in enumerate(self._ropes)}
+        return self._kernels.stack(
             StackSpec(
                 spec.num_heads,
                 spec.num_kv_heads,
@@ -168,7 +190,10 @@ class Decoder:
         After the last layer's attention only the selected tokens are computed.
         """
         rotations = {rope: table.at(layout.positions, layout.max_lengths) for rope, table in self._ropes.items()}
-        embedded = self._kernels.embed(tokens, self._table)
+        if self._vocabulary is None:
+            embedded = self._kernels.embed(tokens, self._table)
+        else:
+            embedded = self._vocabulary.embed(self._kernels, tokens, self._table)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
         embedded = embedded.to(self._activation_dtype)
@@ -214,7 +239,11 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden], normed. Returns [rows, vocab] float32: `out`, if given."""
-        logits = self._kernels.logits(hidden, self._packed_head, self._head, out)
+        if self._vocabulary is None:
+            logits = self._kernels.logits(hidden, self._packed_head, self._head, out)
+        else:
+            assert out is None, "no step of several ranks is captured"
+            logits = self._vocabulary.gather(self._kernels.logits(hidden, self._packed_head, self._head))
         cap = self._spec.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
@@ -223,6 +252,13 @@ def _embedding_table(weights: DecoderWeights, kernels: Kernels, packed_head: Pac
     if not kernels.packs_embedding:
         return weights.embedding
     return packed_head if weights.head is weights.embedding else kernels.pack_head(weights.embedding)
+
+
+def _projection(linear: Linear, post_norm: Tensor | None, group: ProcessGroup | None) -> Projection:
+    """The end of one half of a layer: `add_rms_norm` may reduce partial sums, and a post norm reads whole ones."""
+    if group is not None:
+        return RowParallelLinear(linear, group)
+    return linear.unreduced if post_norm is None else linear
 
 
 def _as_float32(bias: Tensor | None) -> Tensor | None:

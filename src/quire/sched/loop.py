@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.errors import RankFailed
 from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import RequestGroup
 from quire.core.request import Sequence as Continuation
@@ -108,10 +109,10 @@ class _StepFailed(Exception):
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Marks what the runner raises, other than a lost step, as a failed step."""
+    """Marks what the runner raises, other than a lost step or its own end, as a failed step."""
     try:
         yield
-    except StepLost:
+    except (StepLost, RankFailed):
         raise
     except Exception as error:
         raise _StepFailed(error) from error

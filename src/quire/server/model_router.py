@@ -396,7 +396,8 @@ class ModelRouter:
         slot.used_s, slot.was_loaded = slot.loaded_s, True
         slot.num_loads += 1
         used = info.memory
-        slot.num_bytes = (used.weights + used.kv + used.graphs + used.workspace) or slot.config.num_bytes
+        num_bytes = (used.weights + used.kv + used.graphs + used.workspace) * info.tensor_parallel_size
+        slot.num_bytes = num_bytes or slot.config.num_bytes
         self._observers.changed(slot.name, f"loaded in {slot.loaded_s - slot.began_s:.1f} s")
         self._changed.set()
 

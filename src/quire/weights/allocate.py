@@ -13,7 +13,10 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
+from quire.core.sharding import WHOLE, Shard
 from quire.models.parameters import DecoderWeights, LayerWeights, as_tensor, layer_shapes
+from quire.weights.names import FusedPart
+from quire.weights.sharding import shard_pieces
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
@@ -29,10 +32,12 @@ class UnfilledWeights(NamedTuple):
         return self.weights
 
 
-def empty_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
-    """Every tensor of the model: matrices in a dtype, norms in float32."""
+def empty_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE
+) -> DecoderWeights:
+    """Every tensor of the model, or of a rank's part of it: matrices in a dtype, norms in float32."""
     try:
-        return _allocate(spec, dtype, device)
+        return _allocate(spec, dtype, device, shard)
     except RuntimeError as error:  # torch's allocators raise this, and torch.OutOfMemoryError is one
         gibibytes = num_parameters(spec) * dtype.itemsize / 2**30
         raise ConfigError(
@@ -51,11 +56,11 @@ def is_norm(field: str) -> bool:
     return field.endswith("_norm")
 
 
-def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
-    embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, shard: Shard) -> DecoderWeights:
+    embedding = torch.empty(len(shard.vocabulary(spec)), spec.hidden_size, dtype=dtype, device=device)
     head = embedding if spec.tied_embeddings else torch.empty_like(embedding)
     final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
-    layers = tuple(_allocate_layer(spec, dtype, device) for _ in range(spec.num_layers))
+    layers = tuple(_allocate_layer(shard.spec(spec), dtype, device) for _ in range(spec.num_layers))
     return DecoderWeights(embedding, layers, final_norm, head)
 
 
@@ -72,25 +77,37 @@ DEVIATION = 0.02  # what transformers initializes with; keeps activations finite
 
 
 def dummy_weights(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0, shard: Shard = WHOLE
 ) -> UnfilledWeights:
-    """Dummy weights that depend only on the shape, the dtype and the seed. Norms are ones."""
-    weights = empty_weights(spec, dtype, device)
+    """Dummy weights that depend only on the shape, the dtype and the seed. Norms are ones. A rank has its part of the
+    values of the whole model."""
+    weights = empty_weights(spec, dtype, device, shard)
+    shapes = layer_shapes(spec) | dict.fromkeys(("embedding", "head"), (spec.vocab_size, spec.hidden_size))
+
+    def fill_field(name: str, tensor: Tensor, drawn: Tensor, start: int) -> int:
+        if shard.size == 1:
+            return _fill(tensor, drawn, start)
+        whole = torch.empty(shapes[name], dtype=dtype, device=device)
+        following = _fill(whole, drawn, start)
+        for stored, target, columns in shard_pieces(spec, shard, name, FusedPart.WHOLE, len(whole)):
+            values = whole[stored.start : stored.stop]
+            tensor[target.start : target.stop] = values if columns is None else values[:, columns.start : columns.stop]
+        return following
 
     def fill() -> None:
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
         weights.final_norm.fill_(1.0)
-        start = _fill(as_tensor(weights.embedding), drawn, 0)
+        start = fill_field("embedding", as_tensor(weights.embedding), drawn, 0)
         if not spec.tied_embeddings:
-            start = _fill(as_tensor(weights.head), drawn, start)
+            start = fill_field("head", as_tensor(weights.head), drawn, start)
         for layer in weights.layers:
             for name in LAYER_FIELDS:
                 tensor = getattr(layer, name)
                 if tensor is not None and is_norm(name):
                     tensor.fill_(1.0)
                 elif tensor is not None:
-                    start = _fill(tensor, drawn, start)
+                    start = fill_field(name, tensor, drawn, start)
 
     return UnfilledWeights(weights, fill)
 

@@ -21,6 +21,9 @@ class Dequantizer(Protocol):
 
     def knows(self, encoding: str) -> bool: ...
 
+    def group_size(self, encoding: str) -> int:
+        """Values that share a scale: rows are cut between groups only. 1: plain floats."""
+
     def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         """Flat float32 values."""
 
@@ -30,6 +33,9 @@ class FloatsOnly:
 
     def knows(self, encoding: str) -> bool:
         return False
+
+    def group_size(self, encoding: str) -> int:
+        return 1
 
     def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         raise AssertionError(f"{encoding} was not refused")

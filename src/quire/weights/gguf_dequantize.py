@@ -17,6 +17,9 @@ class GgufDequantizer:
     def knows(self, encoding: str) -> bool:
         return _can_decode(encoding)
 
+    def group_size(self, encoding: str) -> int:
+        return int(GGML_QUANT_SIZES[GGMLQuantizationType[encoding]][0])
+
     def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         kind = GGMLQuantizationType[encoding]
         return torch.from_numpy(quants.dequantize(data.reshape(1, -1), kind)).view(-1)

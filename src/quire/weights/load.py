@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
+from quire.core.sharding import WHOLE, Shard
 from quire.formats.checkpoint import Checkpoint, CheckpointSource, StoredTensor
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
@@ -17,6 +18,7 @@ from quire.weights.allocate import UnfilledWeights, empty_weights, is_norm
 from quire.weights.dequantize import Dequantizer, FloatsOnly, refuse_unreadable
 from quire.weights.loader_threads import load_slices
 from quire.weights.names import FusedPart, WeightTarget, expected_tensors, is_ignorable
+from quire.weights.sharding import ShardSlice, shard_pieces
 from quire.weights.tensor_reader import slices_of
 
 NAMES_SHOWN = 4
@@ -30,18 +32,27 @@ def unfilled_weights(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     dequantizer: Dequantizer | None = None,
+    shard: Shard = WHOLE,
 ) -> UnfilledWeights:
     """Allocate weights on a device, to be filled from a checkpoint. Missing and surplus tensors are refused now.
-    Quantized tensors need a dequantizer."""
+    Quantized tensors need a dequantizer. With a shard, only that rank's part is allocated and kept."""
     dequantizer = dequantizer or FloatsOnly()
     targets = match_tensors(checkpoint, dequantizer)
-    weights = empty_weights(checkpoint.spec, dtype, device)
-    destinations = {name: _field(weights, target)[target.rows.start : target.rows.stop]
-                    for name, target in targets.items()}  # fmt: skip
+    weights = empty_weights(checkpoint.spec, dtype, device, shard)
+    pieces = {name: shard_pieces(checkpoint.spec, shard, target.field, target.part, target.shape[0])
+              for name, target in targets.items()}  # fmt: skip
+
+    def destination(name: str, piece: ShardSlice) -> Tensor:
+        return _field(weights, targets[name])[piece.target.start : piece.target.stop]
 
     def fill() -> None:
         stored = sorted(((checkpoint.tensors[name], name) for name in targets), key=lambda each: _place(each[0]))
-        slices = [part for tensor, name in stored for part in slices_of(tensor, destinations[name])]
+        slices = [
+            part
+            for tensor, name in stored
+            for piece in pieces[name]
+            for part in slices_of(tensor, destination(name, piece), piece.stored.start, piece.columns)
+        ]
         load_slices(
             slices,
             dequantizer,
@@ -49,7 +60,8 @@ def unfilled_weights(
             LoadedBytes(sum(tensor_slice.num_bytes for tensor_slice in slices), progress),
         )
         for name, target in targets.items():
-            _convert(destinations[name], target, checkpoint)
+            for piece in pieces[name]:
+                _convert(destination(name, piece), target, checkpoint)
 
     return UnfilledWeights(weights, fill)
 

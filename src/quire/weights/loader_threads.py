@@ -91,14 +91,15 @@ class _ToMemory:
 
     def load(self, tensor_slice: TensorSlice) -> None:
         flat = tensor_slice.destination.view(-1)
-        if tensor_slice.dtype is flat.dtype:
+        if tensor_slice.dtype is flat.dtype and tensor_slice.columns is None:
             self._reader.read(tensor_slice, flat.view(torch.uint8).numpy())
             return
         if tensor_slice.dtype is None:
             values = self._reader.dequantize(tensor_slice)
         else:
-            values = torch.empty(len(flat), dtype=tensor_slice.dtype)
+            values = torch.empty(tensor_slice.num_values, dtype=tensor_slice.dtype)
             self._reader.read(tensor_slice, values.view(torch.uint8).numpy())
+        values = tensor_slice.kept(values)
         for start in range(0, len(flat), _CAST_AT_ONCE):
             flat[start : start + _CAST_AT_ONCE] = values[start : start + _CAST_AT_ONCE]
 
@@ -119,6 +120,7 @@ class _ToDevice:
         self._buffers = cycle([_PinnedBuffer() for _ in range(_NUM_BUFFERS)])
 
     def load(self, tensor_slice: TensorSlice) -> None:
+        assert tensor_slice.columns is None, "a model is divided among processes on CPUs only"
         pinned = next(self._buffers)
         pinned.copied.synchronize()
         if tensor_slice.dtype is None:

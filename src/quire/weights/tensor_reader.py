@@ -24,22 +24,37 @@ class TensorSlice(NamedTuple):
     offset: int  # in the file
     num_bytes: int
     destination: Tensor  # [rows, ...], contiguous, on any device and in any float dtype
+    columns: tuple[int, int] | None = None  # first and last of those that are kept; None: all
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The stored dtype; None if it is quantized."""
         return PLAIN.get(self.stored.encoding)
 
+    @property
+    def num_values(self) -> int:
+        """That are read, all columns included."""
+        return len(self.destination) * int(np.prod(self.stored.shape[1:], dtype=np.int64))
 
-def slices_of(stored: StoredTensor, destination: Tensor) -> Iterator[TensorSlice]:
-    """destination: [rows, ...], for the whole tensor."""
-    num_rows = stored.shape[0]
-    row_bytes = stored.num_bytes // num_rows
+    def kept(self, values: Tensor) -> Tensor:
+        """Of all values of the rows, flat, those of the columns that are kept, flat."""
+        if self.columns is None:
+            return values
+        first, stop = self.columns
+        return values.view(len(self.destination), -1)[:, first:stop].reshape(-1)
+
+
+def slices_of(
+    stored: StoredTensor, destination: Tensor, first_row: int = 0, columns: tuple[int, int] | None = None
+) -> Iterator[TensorSlice]:
+    """destination: [rows, ...], for this many rows of the tensor from the first on; of each row, for some columns."""
+    row_bytes = stored.num_bytes // stored.shape[0]
     row_values = int(np.prod(stored.shape[1:], dtype=np.int64))
-    most = PLAIN_BYTES // row_bytes if stored.encoding in PLAIN else SLICE_VALUES // row_values
-    for start in range(0, num_rows, max(1, most)):
-        rows = destination[start : start + max(1, most)]
-        yield TensorSlice(stored, stored.offset + start * row_bytes, len(rows) * row_bytes, rows)
+    most = max(1, PLAIN_BYTES // row_bytes if stored.encoding in PLAIN else SLICE_VALUES // row_values)
+    for start in range(0, len(destination), most):
+        rows = destination[start : start + most]
+        offset = stored.offset + (first_row + start) * row_bytes
+        yield TensorSlice(stored, offset, len(rows) * row_bytes, rows, columns)
 
 
 class TensorReader:

@@ -21,6 +21,10 @@ class UsableCores(NamedTuple):
     num_threads: int
     reason: str
 
+    def shared_by(self, num_ranks: int) -> "UsableCores":
+        """The threads of one of several processes that compute a step together."""
+        return UsableCores(max(1, self.num_threads // num_ranks), f"{self.reason}, shared by {num_ranks} ranks")
+
 
 @cache
 def usable_cores() -> UsableCores:

@@ -12,12 +12,12 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.codec import RecordEncoder
 from quire.core.ids import RequestId, Row
 from quire.core.moves import Tier
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
 from quire.core.step_output import StepOutput
-from quire.sched.journal.codec import RecordEncoder
 from quire.sched.journal.records import (
     MAGIC,
     VERSION,

@@ -1,7 +1,7 @@
 """Journal records: one for each call of a scheduler. Depends on their bytes, not their effect.
 
 A journal is MAGIC, one byte of version, the spec as JSON text, then records: one byte of kind, and the
-fields in the order of the classes below, as `sched/journal/codec.py` packs them. Steps are numbered by counting the
+fields in the order of the classes below, as `core/codec.py` packs them. Steps are numbered by counting the
 plans that were not empty. What cannot be derived by following the plans is written; what can be, is not. Tokens are
 written once, when the row that emitted them is released.
 """
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.codec import RecordDecoder, RecordEncoder, UnreadableRecord
 from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
 from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import RowSampling
 from quire.core.step import Candidates, FinishedRow, FinishReason
-from quire.sched.journal.codec import RecordDecoder, RecordEncoder, UnreadableRecord
 
 MAGIC = b"quire journal\n"
 VERSION = 3

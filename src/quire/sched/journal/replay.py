@@ -10,11 +10,11 @@ from zlib import crc32
 
 import numpy as np
 
+from quire.core.codec import RecordDecoder, UnreadableRecord
 from quire.core.errors import BrokenJournal
 from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import Sequence
 from quire.core.step import StepPlan, StepResult, Verified
-from quire.sched.journal.codec import RecordDecoder, UnreadableRecord
 from quire.sched.journal.recorder import ExpectedEmitters, checksum, summarise
 from quire.sched.journal.records import (
     MAGIC,

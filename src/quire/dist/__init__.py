@@ -1,0 +1,1 @@
+"""Layer 2: collectives between the ranks of a tensor-parallel group."""

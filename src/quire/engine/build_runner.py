@@ -1,0 +1,143 @@
+"""From a model's file to what a rank runs: kernels, weights and a runner. An engine without ranks is one rank."""
+
+import torch
+
+from quire.config import GIB, EngineConfig, ResolvedConfig, resolve_dtype
+from quire.core.errors import ConfigError
+from quire.core.model import ModelSpec
+from quire.core.sharding import WHOLE, Shard
+from quire.engine.machine import inspect
+from quire.engine.startup import StartupReporter
+from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.kernels.attention_backends import AttentionNeeds
+from quire.kernels.interface import AttentionRule
+from quire.kernels.select import KernelChoice, select_kernels
+from quire.models.decoder import Decoder
+from quire.models.parameters import DecoderWeights
+from quire.runner.device_drafting import DraftConfig, SuffixDrafter
+from quire.runner.drafters import drafters_of
+from quire.runner.kv_store import KvStores, new_store
+from quire.runner.model_runner import ModelRunner
+from quire.weights.allocate import UnfilledWeights, dummy_weights
+from quire.weights.dequantize import Dequantizer
+from quire.weights.load import unfilled_weights
+from quire.weights.stored_weights import stored_weights
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SERVING_CAPTURE_SHARE = 0.15  # of the time, in which captures between steps may pause steps of a server; never tuned
+
+
+def choose_kernels(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
+) -> KernelChoice:
+    """Before the weights are loaded: a requested attention backend that is not available fails early."""
+    windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
+    rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
+    needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
+    quantization = None if config.quantization in ("auto", "none") else config.quantization
+    choice = select_kernels(
+        device.type,
+        needs,
+        config.attention_backend,
+        quantization,
+        config.threads,
+        batch_invariant=config.batch_invariant,
+        num_ranks=config.tensor_parallel_size,
+    )
+    if choice.attention:
+        reporter.done("attention", " · ".join(choice.attention))
+    else:
+        reporter.done("kernels", choice.reason)
+    return choice
+
+
+def make_stores(model: Decoder, resolved: ResolvedConfig, choice: KernelChoice, device: torch.device) -> KvStores:
+    num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
+    return new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
+
+
+def make_runner(
+    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool, planted: bool
+) -> ModelRunner:
+    on_host = stores.device.device.type == "cpu" and choice.draft_kernels is None
+    return ModelRunner(
+        model,
+        stores,
+        max_rows=resolved.max_num_seqs,
+        max_length=resolved.max_model_len,
+        row_kernels=choice.row_kernels,
+        draw_tokens=choice.draw_tokens,
+        max_step_tokens=resolved.max_num_batched_tokens,
+        capture_share=_SERVING_CAPTURE_SHARE if serving else 1.0,
+        kept_bytes=max(resolved.workspace_bytes - GIB, 0),
+        capture_graphs=choice.capturable,
+        drafters=drafters_of(resolved.drafters) if on_host else (),
+        device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
+    )
+
+
+def _device_drafts(
+    resolved: ResolvedConfig, choice: KernelChoice, device: torch.device, *, planted: bool
+) -> DraftConfig | None:
+    """Drafts that are proposed and verified on a GPU, where steps are captured."""
+    if not resolved.drafters or choice.draft_kernels is None or not choice.capturable:
+        return None
+    drafter = SuffixDrafter(
+        resolved.max_num_seqs,
+        resolved.max_model_len,
+        device,
+        ngram="ngram" in resolved.drafters,
+        tree="tree" in resolved.drafters,
+        kernels=choice.draft_kernels,
+    )
+    chance = torch.zeros((), dtype=torch.int64, device=device) if planted else None
+    return DraftConfig(drafter, choice.draft_kernels, chance)
+
+
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> str:
+    dtype = resolve_dtype(config, inspect(device))
+    if dtype == "float16" and checkpoint.spec.family.startswith("gemma"):
+        raise ConfigError("Gemma's activations do not fit float16; use --dtype bfloat16.", param="dtype")
+    return dtype
+
+
+def allocate_weights(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    reporter: StartupReporter,
+    choice: KernelChoice,
+    shard: Shard = WHOLE,
+) -> UnfilledWeights:
+    """A GGUF file's weights stay as they are stored where the kernels can read them, and nothing else is asked for."""
+    stays = choice.stored_encodings and config.quantization != "none" and dtype is not torch.float32
+    if checkpoint.source is not CheckpointSource.GGUF or not stays:
+        return _allocate_tensors(config, checkpoint, dtype, device, reporter, shard)
+    stored = stored_weights(checkpoint, _gguf_dequantizer(), choice.stored_encodings, reporter.loading, shard)
+    return UnfilledWeights(stored, lambda: None)
+
+
+def _gguf_dequantizer() -> Dequantizer:
+    from quire.weights.gguf_dequantize import GgufDequantizer  # gguf is imported only for GGUF files
+
+    return GgufDequantizer()
+
+
+def _allocate_tensors(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    reporter: StartupReporter,
+    shard: Shard = WHOLE,
+) -> UnfilledWeights:
+    if checkpoint.source is CheckpointSource.DUMMY:
+        return dummy_weights(checkpoint.spec, dtype, device, config.seed, shard)
+    dequantizer = _gguf_dequantizer() if checkpoint.source is CheckpointSource.GGUF else None
+    return unfilled_weights(checkpoint, dtype, device, reporter.loading, dequantizer, shard)
+
+
+def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
+    """A second copy of a model's weights, for comparisons."""
+    return _allocate_tensors(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()

@@ -1,0 +1,42 @@
+"""The parts of all ranks are the whole; a number of ranks that does not divide it is refused with those that do."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import ConfigError
+from quire.core.sharding import Shard, check_divisible
+from quire.formats.presets import SHAPES
+
+SPEC = SHAPES["qwen3-0.6b"]  # 16 heads, 8 key heads
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 200))
+def test_the_parts_are_the_whole(size: int, vocab_size: int) -> None:
+    spec = replace(SPEC, vocab_size=vocab_size)
+    check_divisible(spec, size)
+    shards = [Shard(rank, size) for rank in range(size)]
+    assert [head for shard in shards for head in shard.heads(spec)] == list(range(16))
+    assert [column for shard in shards for column in shard.ffn(spec)] == list(range(spec.ffn_size))
+    assert [token for shard in shards for token in shard.vocabulary(spec)] == list(range(vocab_size))
+    for shard in shards:
+        key_heads = {head // 2 for head in shard.heads(spec)}  # two query heads read one key head
+        assert key_heads == set(shard.kv_heads(spec))
+        part = shard.spec(spec)
+        assert (part.num_heads, part.num_kv_heads, part.vocab_size) == (16 // size, max(1, 8 // size), vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "possible"),
+    [
+        ({}, 3, "1, 2, 4, 8 or 16"),
+        ({"num_heads": 9, "num_kv_heads": 3}, 2, "1 or 3"),
+        ({"ffn_size": 3071}, 2, "1"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "1, 2, 3, 6 or 12"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(changes: dict[str, int], size: int, possible: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*--tensor-parallel-size {possible}\b"):
+        check_divisible(replace(SPEC, **changes), size)

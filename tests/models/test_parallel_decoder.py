@@ -1,0 +1,91 @@
+"""A decoder that is divided among ranks gives the logits of the whole, and every rank has the same bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.sharding import Shard
+from quire.dist.process_group import ProcessGroup
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.interface import Kernels
+from quire.models.decoder import Decoder
+from tests.kernels.cpu_kernels import each_kernels, native_kernels
+from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
+from tests.models.running import in_chunks, run
+from tests.models.shards import cut, on_ranks
+
+LENGTHS = [11, 1, 19]
+
+
+def kernels_of(name: str) -> Kernels:
+    """Of one thread each: a kernel set serves one decoder at a time."""
+    return native_kernels.__wrapped__(1) if name == "native" else TorchCpuKernels()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def whole_logits(twin: Twin, kernels: str) -> Tensor:
+    decoder = Decoder(twin.spec, twin.weights, kernels_of(kernels), 32)
+    return torch.cat(run(decoder, prompts(), in_chunks(LENGTHS, 7)))
+
+
+def rank_logits(twin: Twin, kernels: str, size: int) -> list[Tensor]:
+    def logits(group: ProcessGroup) -> Tensor:
+        spec, weights = group.shard.spec(twin.spec), cut(twin.weights, twin.spec, group.shard)
+        decoder = Decoder(spec, weights, kernels_of(kernels), 32, group)
+        return torch.cat(run(decoder, prompts(), in_chunks(LENGTHS, 7)))
+
+    return on_ranks(size, logits)
+
+
+@each_kernels
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_two_ranks_give_the_logits_of_one(family: Family, name: str) -> None:
+    twin = build(family)
+    first, second = rank_logits(twin, name, 2)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole_logits(twin, name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+def test_four_ranks_hold_two_key_heads_twice(family: str) -> None:
+    twin = build(next(each for each in FAMILIES if each.name == family))
+    assert [list(Shard(rank, 4).kv_heads(twin.spec)) for rank in range(4)] == [[0], [0], [1], [1]]
+    found = rank_logits(twin, "torch", 4)
+    assert all(torch.equal(found[0], each) for each in found)
+    torch.testing.assert_close(found[0], whole_logits(twin, "torch"), rtol=1e-4, atol=1e-4)
+
+
+def test_biases_behind_a_sum_are_added_once() -> None:
+    twin = build(next(each for each in FAMILIES if each.name == "llama2"))
+    generator = torch.Generator().manual_seed(3)
+    biased = tuple(
+        replace(
+            layer,
+            output_bias=torch.randn(twin.spec.hidden_size, generator=generator),
+            gate_up_bias=torch.randn(2 * twin.spec.ffn_size, generator=generator),
+            down_bias=torch.randn(twin.spec.hidden_size, generator=generator),
+        )
+        for layer in twin.weights.layers
+    )
+    twin = replace(twin, weights=replace(twin.weights, layers=biased))
+    found = rank_logits(twin, "torch", 2)[0]
+    torch.testing.assert_close(found, whole_logits(twin, "torch"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_vocabulary_that_no_number_divides_is_padded_and_cut() -> None:
+    """121 tokens: 61 and 60."""
+    twin = build(next(each for each in FAMILIES if each.name == "llama2"))
+    extra = torch.randn(1, twin.spec.hidden_size, generator=torch.Generator().manual_seed(4))
+    tables = {name: torch.cat([getattr(twin.weights, name), extra]) for name in ("embedding", "head")}
+    spec = replace(twin.spec, vocab_size=VOCAB + 1)
+    twin = replace(twin, spec=spec, weights=replace(twin.weights, **tables))
+    first, second = rank_logits(twin, "torch", 2)
+    assert first.shape[1] == VOCAB + 1
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole_logits(twin, "torch"), rtol=1e-4, atol=1e-4)
