@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -12,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from quire.cli.top import Bucket, MetricsClient, Quantiles, _quantile, as_object, compare, read_page, table
+from quire.cli.top import (
+    Bucket,
+    MetricsClient,
+    Quantiles,
+    TopSample,
+    _quantile,
+    as_object,
+    compare,
+    read_engine,
+    read_page,
+    sparkline,
+    table,
+)
 from quire.core.errors import ConfigError
 from tests.cli.commands import Shell
 from tests.clients.client_server import scripted
@@ -108,13 +121,35 @@ def test_another_page_is_refused_in_a_sentence(text: str) -> None:
         read_page(text, 0.0)
 
 
+STATE: dict[str, object] = {
+    "step": 9, "num_blocks": 40, "num_free": 8, "num_evictable": 2, "num_cached": 8, "num_host": 0, "max_rows": 4,
+    "waiting_for": "rows", "queue": [{"priority": 5, "tenant": "a", "num_requests": 2}],
+    "steps": [{"seconds": 0.01}, {"seconds": 0.02}, {"seconds": 0.03}],
+}  # fmt: skip
+
+
+def test_a_sparkline_is_relative_to_its_largest_value() -> None:
+    assert sparkline([0, 1, 7]) == "▁▂█" and sparkline([]) == sparkline([3]) == sparkline([0, 0]) == ""
+    assert len(sparkline(range(100))) == 30
+
+
+@pytest.mark.parametrize("wrong", ["", "[]", "{}", json.dumps({**STATE, "queue": [{}]})])
+def test_the_state_of_another_version_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="Update one of the two"):
+        read_engine(wrong)
+
+
 def test_the_table_shows_the_view() -> None:
     view = compare(read_page(page(), 0.0), read_page(page(running=3, sampled=50, quick=4, all=4), 1.0))
-    console = Console(width=120)
+    engine = read_engine(json.dumps(STATE))
+    calm = replace(view, num_running=0, generated_tokens_per_s=0.0)
+    console = Console(width=160)
     with console.capture() as capture:
-        console.print(table("http://here", view, 7))
+        console.print(table("http://here", [TopSample(calm, engine, 0), TopSample(view, engine, 7)]))
     result = capture.get()
-    assert "3 running" in result and "7 open" in result and "50.0 generated/s" in result and "25 %" in result
+    assert "class 5 a: 2" in result and "30 of 40 blocks held · 8 cached" in result and "median 20.0 ms" in result
+    assert "▁█" in result and "▃▆█" in result, "generated tokens, and step times of both samples"
+    assert "3 running of 4" and "7 open" in result and "50.0 generated/s" in result and "25 %" in result
     assert "p50 50 ms" in result and "first token" in result
 
 
@@ -130,7 +165,9 @@ def test_once_as_json_against_a_server(quire: Shell, url: str) -> None:
     assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     view = compare(before, MetricsClient(url, None).read())
     assert view.finished_per_s > 0 and isinstance(view.time_to_first_token, Quantiles)
-    report = json.loads(json.dumps(as_object(url, view, 0)))
+    sample = MetricsClient(url, None).sample(before, MetricsClient(url, None).read())
+    report = json.loads(json.dumps(as_object(url, sample)))
+    assert report["engine"]["num_held"] <= report["engine"]["num_blocks"] and report["engine"]["queue"] == []
     assert set(report["time_to_first_token"]) == {"p50_s", "p90_s", "p99_s"}
     while compare(None, MetricsClient(url, None).read()).num_running:
         pass  # the engine reports its statistics a few times a second

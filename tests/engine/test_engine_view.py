@@ -136,3 +136,21 @@ def test_running_and_waiting_requests_are_listed() -> None:
     assert len(rows) + sum(entry["num_requests"] for entry in queue) == 6
     assert {"priority": 5, "tenant": "b", "num_requests": 1} in queue
     assert view["num_waiting"] == 6 - len(rows)
+
+
+def test_the_prefix_tree_has_its_hits() -> None:
+    watched = Watched(max_rows=4)
+    for _ in range(3):
+        watched.submit(1, 20, max_tokens=1)
+        while watched.engine.scheduler.num_waiting or watched.engine.scheduler.running_sequences():
+            watched.step()
+    watched.submit(2, 20, max_tokens=1)
+    for _ in range(4):
+        watched.step()
+    view = watched.describe()
+    tree = view["tree"]
+    assert isinstance(tree, list) and view["num_nodes"] == len(tree)
+    assert all(-1 <= parent < place for place, (parent, *_) in enumerate(tree)), "parents first"
+    assert sum(blocks for _, blocks, _, _ in tree) == view["num_cached"]
+    assert sum(hits for _, _, hits, _ in tree) == 2, "the second and the third of one prompt"
+    assert tree[0][2] or any(hits for parent, _, hits, _ in tree if parent == 0), "the one with hits is first"

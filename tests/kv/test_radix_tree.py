@@ -383,3 +383,20 @@ def test_a_leaf_held_during_a_purge_of_the_queue_is_evicted_later() -> None:
     bench.drop(leaf.blocks, leaf)
     bench.evict(101)
     assert bench.pool.num_free == 200
+
+
+def test_an_outline_is_the_most_used_part() -> None:
+    bench = TreeBench()
+    for first in range(0, 60, 20):
+        bench.put(*range(first, first + 8))
+    bench.put(*range(20, 24), 97, 98, 99, 100)
+    for _ in range(2):
+        bench.tree.touch(bench.tree.match("", ids(*range(20, 28)), 8), hit=True)
+    bench.tree.touch(bench.tree.match("", ids(*range(40, 48)), 8), hit=True)
+    bench.tree.touch(bench.tree.match("", ids(*range(8)), 8))
+    whole = bench.tree.outline(100, 100)
+    assert len(whole) == bench.tree.num_nodes and sum(node.num_blocks for node in whole) == bench.tree.num_blocks
+    assert (whole[0].parent, whole[0].num_blocks, whole[0].num_hits) == (-1, 2, 1), "only the end of a match counts"
+    assert sorted(node.num_hits for node in whole) == [0, 0, 0, 1, 2]
+    assert bench.tree.outline(2, 100) == whole[:2] and len(bench.tree.outline(100, 3)) == 3
+    assert bench.tree.outline(0, 100) == bench.tree.outline(100, 0) == []

@@ -1,14 +1,18 @@
-"""`quire top`: requests, tokens and latencies of a server, once a second, from `/metrics` and `/load`.
+"""`quire top`: requests, tokens and latencies of a server, once a second, from `/metrics`, `/load` and `/engine/state`.
 
-Rates and quantiles are of the time between two samples of the metrics.
+Rates and quantiles are of the time between two samples of the metrics. What the page /engine draws is here in lines of
+text, with a sparkline of the last minute where a figure changes.
 """
 
 import json
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +21,7 @@ from rich.table import Table
 
 from quire.cli.console import out
 from quire.cli.server_client import ServerClient, first_key
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, EngineFailed
 
 _PREFIX = "quire_"
 _SHARES = (0.5, 0.9, 0.99)
@@ -156,14 +160,83 @@ def _quantile(buckets: list[Bucket], share: float) -> float:
 
 
 _BAR_COLUMNS = 20
+_SPARK_COLUMNS = 30
+_HISTORY = 60  # samples
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+class TenantQueue(NamedTuple):
+    """How many requests of a priority class and a tenant wait."""
+
+    priority: int
+    tenant: str
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSummary:
+    """The state of the engine, as the page /engine shows it."""
+
+    step: int
+    num_blocks: int
+    num_held: int
+    num_cached: int
+    num_evictable: int
+    num_host: int
+    max_rows: int
+    waiting_for: str | None
+    queue: tuple[TenantQueue, ...]
+    step_seconds: tuple[float, ...]  # of the steps since the last sample, as far as they were recorded
+
+    @property
+    def median_step_s(self) -> float | None:
+        return median(self.step_seconds) if self.step_seconds else None
+
+
+def read_engine(page: str) -> EngineSummary:
+    try:
+        view = json.loads(page)
+        return EngineSummary(
+            step=view["step"],
+            num_blocks=view["num_blocks"],
+            num_held=view["num_blocks"] - view["num_free"] - view["num_evictable"],
+            num_cached=view["num_cached"],
+            num_evictable=view["num_evictable"],
+            num_host=view["num_host"],
+            max_rows=view["max_rows"],
+            waiting_for=view["waiting_for"],
+            queue=tuple(TenantQueue(**each) for each in view["queue"]),
+            step_seconds=tuple(float(step["seconds"]) for step in view["steps"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError("/engine/state is not that of this version of quire. Update one of the two.") from error
+
+
+class TopSample(NamedTuple):
+    """What is shown at one time."""
+
+    view: TopView
+    engine: EngineSummary | None  # None: it is down, or there are several
+    num_open: int
 
 
 class MetricsClient:
-    """Reads `/metrics` and `/load` of a server."""
+    """Reads `/metrics`, `/load` and `/engine/state` of a server."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._server = ServerClient(url, key, key_hint="--api-key-file")
         self.url = self._server.url
+        self._step = -1
+
+    def sample(self, before: MetricsSample | None, after: MetricsSample) -> TopSample:
+        """What is shown, of two samples of the metrics."""
+        view = compare(before, after)
+        engine: EngineSummary | None = None
+        if view.engine_up and view.num_models_loaded is None:
+            with suppress(EngineFailed):  # it went down in between
+                engine = read_engine(self._server.get(f"/engine/state?since={self._step}"))
+                self._step = engine.step
+        return TopSample(view, engine, self.num_open())
 
     def read(self) -> MetricsSample:
         page = self._server.get("/metrics")
@@ -184,8 +257,9 @@ def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json:
     server = MetricsClient(url, None if key_file is None else first_key(key_file))
     if once:
         before = server.read()
+        server.sample(None, before)  # from now on the engine records its steps
         time.sleep(every_s)
-        _show(server, compare(before, server.read()), as_json)
+        _show(server, server.sample(before, server.read()), as_json)
         return
     try:
         _watch(server, every_s, as_json)
@@ -195,38 +269,56 @@ def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json:
 
 def _watch(server: MetricsClient, every_s: float, as_json: bool) -> None:
     before = server.read()
-    if as_json:
+    first = server.sample(None, before)
+    history: deque[TopSample] = deque(maxlen=_HISTORY)
+    with Live(console=out, auto_refresh=False) if not as_json else nullcontext() as live:
+        if live is not None:
+            live.update(table(server.url, [first]), refresh=True)
         while True:
             time.sleep(every_s)
             after = server.read()
-            _show(server, compare(before, after), as_json)
+            history.append(server.sample(before, after))
             before = after
-    with Live(table(server.url, compare(None, before), server.num_open()), console=out, auto_refresh=False) as live:
-        while True:
-            time.sleep(every_s)
-            after = server.read()
-            live.update(table(server.url, compare(before, after), server.num_open()), refresh=True)
-            before = after
+            if live is None:
+                _show(server, history[-1], as_json)
+            else:
+                live.update(table(server.url, history), refresh=True)
 
 
-def _show(server: MetricsClient, view: TopView, as_json: bool) -> None:
-    num_open = server.num_open()
+def _show(server: MetricsClient, sample: TopSample, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(as_object(server.url, view, num_open)), flush=True)
+        print(json.dumps(as_object(server.url, sample)), flush=True)
     else:
-        out.print(table(server.url, view, num_open))
+        out.print(table(server.url, [sample]))
 
 
-def as_object(url: str, view: TopView, num_open: int) -> dict[str, object]:
-    """The view as JSON: quantiles by name, null without observations."""
-    fields: dict[str, object] = {"url": url, "num_open": num_open, **asdict(view)}
+def as_object(url: str, sample: TopSample) -> dict[str, object]:
+    """A sample as JSON: quantiles by name, null without observations."""
+    fields: dict[str, object] = {"url": url, "num_open": sample.num_open, **asdict(sample.view)}
     for name, value in fields.items():
         if isinstance(value, Quantiles):
             fields[name] = value._asdict()
-    return fields
+    if sample.engine is None:
+        return {**fields, "engine": None}
+    engine = asdict(sample.engine)
+    del engine["step_seconds"]
+    queue = [each._asdict() for each in sample.engine.queue]
+    return {**fields, "engine": {**engine, "queue": queue, "median_step_s": sample.engine.median_step_s}}
 
 
-def table(url: str, view: TopView, num_open: int) -> Table:
+def sparkline(values: Iterable[float]) -> str:
+    """The last values as a line of bars, from 0 to the largest."""
+    shown = list(values)[-_SPARK_COLUMNS:]
+    most = max(shown, default=0.0)
+    if len(shown) < 2 or most <= 0:
+        return ""
+    return "".join(_LEVELS[round(max(value, 0.0) / most * (len(_LEVELS) - 1))] for value in shown)
+
+
+def table(url: str, history: Sequence[TopSample]) -> Table:
+    """The last sample, with sparklines of those before it."""
+    view, engine, num_open = history[-1]
+    views = [sample.view for sample in history]
     drawn = Table(box=None, show_header=False, pad_edge=False, title=f"quire · {url}", title_justify="left")
     filled = round(_BAR_COLUMNS * view.kv_usage)
     state = "up" if view.engine_up else "down"
@@ -234,21 +326,40 @@ def table(url: str, view: TopView, num_open: int) -> Table:
         state = f"{view.num_models_loaded} loaded"
     drawn.add_row("engine" if view.num_models_loaded is None else "models",
                   f"{state} · {view.num_engine_restarts} restarts")  # fmt: skip
-    drawn.add_row("requests", f"{view.num_running} running · {view.num_waiting} waiting "
-                  f"({view.num_waiting_tokens:,} tokens) · {num_open} open")  # fmt: skip
-    drawn.add_row("kv cache", f"{'█' * filled}{'░' * (_BAR_COLUMNS - filled)} {100 * view.kv_usage:.0f} %"
-                  f" · {view.num_preemptions} preempted")  # fmt: skip
+    limit, reason, blocks = "", "", ""
+    if engine is not None:
+        limit = f" of {engine.max_rows}"
+        reason = f" for {engine.waiting_for}" if engine.waiting_for and view.num_waiting else ""
+        host = f" · {engine.num_host:,} on the host" if engine.num_host else ""
+        blocks = f" · {engine.num_held:,} of {engine.num_blocks:,} blocks held · {engine.num_cached:,} cached{host}"
+    drawn.add_row("requests", f"{view.num_running} running{limit} · {view.num_waiting} waiting{reason} "
+                  f"({view.num_waiting_tokens:,} tokens) · {num_open} open",
+                  sparkline(each.num_running + each.num_waiting for each in views))  # fmt: skip
+    if engine is not None and engine.queue:
+        drawn.add_row("queue", " · ".join(f"class {each.priority} {each.tenant or '–'}: {each.num_requests}"
+                                          for each in engine.queue))  # fmt: skip
+    drawn.add_row("kv cache", f"{'█' * filled}{'░' * (_BAR_COLUMNS - filled)} {100 * view.kv_usage:.0f} %{blocks}"
+                  f" · {view.num_preemptions} preempted", sparkline(each.kv_usage for each in views))  # fmt: skip
     hits = "–" if view.prefix_hit is None else f"{100 * view.prefix_hit:.0f} %"
     drawn.add_row("tokens", f"{view.generated_tokens_per_s:,.1f} generated/s · "
-                  f"{view.prompt_tokens_per_s:,.0f} prompt/s · prefix hit {hits}")  # fmt: skip
+                  f"{view.prompt_tokens_per_s:,.0f} prompt/s · prefix hit {hits}",
+                  sparkline(each.generated_tokens_per_s for each in views))  # fmt: skip
     drawn.add_row("answers", f"{view.finished_per_s:,.1f}/s · {view.refused_per_s:,.1f} refused/s")
-    for name, quantiles in (
-        ("first token", view.time_to_first_token),
-        ("next token", view.inter_token_latency),
-        ("whole", view.end_to_end),
-    ):
-        drawn.add_row(name, _milliseconds(quantiles))
+    if engine is not None:
+        step = "–" if engine.median_step_s is None else f"median {1000 * engine.median_step_s:,.1f} ms"
+        steps = [each for sample in history if sample.engine is not None for each in sample.engine.step_seconds]
+        drawn.add_row("step", step, sparkline(steps))
+    for name, chosen in _LATENCIES.items():
+        quantiles = [getattr(each, chosen) for each in views]
+        drawn.add_row(name, _milliseconds(quantiles[-1]), sparkline(each.p50_s if each else 0.0 for each in quantiles))
     return drawn
+
+
+_LATENCIES = {
+    "first token": "time_to_first_token",
+    "next token": "inter_token_latency",
+    "whole": "end_to_end",
+}
 
 
 def _milliseconds(quantiles: Quantiles | None) -> str:

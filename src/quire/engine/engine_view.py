@@ -1,7 +1,7 @@
-"""What the page /engine shows: KV blocks by state and owner, the rows of recent steps, the queue. Plain numbers only.
+"""What the page /engine shows: KV blocks by state and owner, the prefix tree, recent steps, the queue.
 
-Steps are recorded only while the view is watched: from a query on, until none has come for some seconds. Does not
-depend on HTTP, and holds nothing of prompts or outputs.
+Plain numbers only. Steps are recorded only while the view is watched: from a query on, until none has come for some
+seconds. Does not depend on HTTP, and holds nothing of prompts or outputs.
 """
 
 from collections import Counter, deque
@@ -14,9 +14,12 @@ import numpy as np
 from quire.core.ids import Row
 from quire.core.request import RequestGroup, Sequence, SequenceState
 from quire.engine.engine import Engine
+from quire.kv.radix_tree import NodeView
 
 MAX_CELLS = 2048  # of the map: a larger pool shows several blocks as one cell
 MAX_STEPS = 512  # recorded
+MAX_NODES = 128  # of the prefix tree
+MAX_COMPARED = 512  # nodes of the prefix tree that are looked at, to choose those
 MAX_QUEUED = 2000  # groups that are counted by class and tenant
 WATCHED_S = 5.0  # after a query
 
@@ -98,10 +101,17 @@ class EngineView:
             "owners": owners,
             "rows": [_row(sequence, now_s) for sequence in running],
             "queue": _queue(scheduler.groups()),
+            "tree": self._tree(),
+            "num_nodes": 0 if scheduler.kv.tree is None else scheduler.kv.tree.num_nodes,
             "num_waiting": scheduler.num_waiting,
             "waiting_for": None if scheduler.wait_cause is None else scheduler.wait_cause.value,
             "steps": [each._asdict() for each in self._steps if each.step > since],
         }
+
+    def _tree(self) -> list[NodeView]:
+        """The most used part of the prefix tree: parent, blocks, hits and whether it is on the host, of each node."""
+        tree = self._engine.scheduler.kv.tree
+        return [] if tree is None else tree.outline(MAX_NODES, MAX_COMPARED)
 
     def _cells(self, running: list[Sequence]) -> tuple[str, list[int]]:
         """The state of each cell as a digit (`BlockPool.states`), and the row that owns it or -1. Of several blocks in

@@ -176,7 +176,7 @@ class KVManager:
         if match is None or self.tree is None:
             assert self.num_available >= 0, num_more
             return 0
-        match = self.tree.touch(match)
+        match = self.tree.touch(match, hit=True)
         self.pool.share(match.blocks)
         assert self.num_available >= 0, (match, num_more)
         if len(match.blocks):

@@ -104,6 +104,7 @@ class Node:
         "keys",
         "last_use",
         "num_device_children",
+        "num_hits",
         "num_partial_children",
         "owner",
         "parent",
@@ -136,6 +137,7 @@ class Node:
         self.parent: Node | None = None
         self.children: dict[bytes, Node] = {}  # by the tokens of their first block, which may be partial
         self.keys = _NO_KEYS  # of the children, sorted: the longest common prefix with a run is at a neighbour
+        self.num_hits = 0  # matches that ended here; those of the nodes below passed through it
         self.num_device_children = 0
         self.num_partial_children = 0  # less than a block long
 
@@ -158,6 +160,7 @@ class Node:
 
     def inherit(self, child: "Node") -> None:
         """A use of the child was a use of its parent: recorded when the child goes, so that a use touches one node."""
+        self.num_hits += child.num_hits
         self.last_use = max(self.last_use, child.last_use)
         self.priority = min(self.priority, child.priority)
 

@@ -9,7 +9,8 @@ Moves must be carried out in the order of the calls that returned them: their so
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,15 @@ class Evicted(NamedTuple):
 
     num_blocks: int
     moves: tuple[Move, ...]
+
+
+class NodeView(NamedTuple):
+    """A node without its tokens."""
+
+    parent: int  # its place in the outline; -1 below a root
+    num_blocks: int
+    num_hits: int  # that ended in this node
+    on_host: bool
 
 
 MAX_PARTITIONS_COMPARED = 8  # to explain a miss
@@ -167,8 +177,9 @@ class RadixTree:
             found.append(node.tokens)
         return np.array(decode(b"".join(found)[: limit * TOKEN_BYTES]), dtype=np.int32)
 
-    def touch(self, match: PrefixMatch) -> PrefixMatch:
-        """Mark a match as used just now. Its nodes are split where its parts end; the same match with these nodes."""
+    def touch(self, match: PrefixMatch, *, hit: bool = False) -> PrefixMatch:
+        """Mark a match as used just now. Its nodes are split where its parts end; the same match with these nodes.
+        `hit`: a request begins with it."""
         node, host_node = match.node, match.host_node
         if not match.num_tokens and host_node is None:  # mostly
             return match
@@ -176,6 +187,7 @@ class RadixTree:
             node = self.end_at(node, Tier.DEVICE, match.blocks.item(-1))
         if host_node is not None:
             host_node = self.end_at(host_node, Tier.HOST, match.host_blocks.item(-1))
+        (host_node or node).num_hits += hit
         return match._replace(node=node, host_node=host_node)
 
     def end_at(self, node: Node, tier: Tier, block: int) -> Node:
@@ -449,6 +461,26 @@ class RadixTree:
 
     def _queue_of(self, node: Node) -> FairEvictionQueue:
         return self._queue if node.tier is Tier.DEVICE else self._host_queue
+
+    def outline(self, max_nodes: int, max_compared: int) -> list[NodeView]:
+        """Part of the tree, parents first: from the roots on, always the node with most hits, of equals the last used.
+
+        At most `max_compared` nodes are looked at, so that a large tree costs no more.
+        """
+        found: list[NodeView] = []
+        nearby: list[tuple[int, int, int, int, Node]] = []
+        children: Iterator[Node] = chain.from_iterable(root.children.values() for root in self._trie.roots())
+        parent, num_compared = -1, 0
+        while len(found) < max_nodes:
+            for node in islice(children, max(max_compared - num_compared, 0)):
+                heappush(nearby, (-node.num_hits, -node.last_use, num_compared, parent, node))
+                num_compared += 1
+            if not nearby:
+                break
+            *_, parent, node = heappop(nearby)
+            found.append(NodeView(parent, len(node.blocks), node.num_hits, node.tier is Tier.HOST))
+            children, parent = iter(node.children.values()), len(found) - 1
+        return found
 
     # For tests and audits.
 

@@ -116,8 +116,8 @@ class _CheckedTree(RadixTree):
         assert end.last_use == self._clock and end.priority <= owner.priority, f"the inserted {end} is not in use"
         return inserted
 
-    def touch(self, match: PrefixMatch) -> PrefixMatch:
-        touched = super().touch(match)
+    def touch(self, match: PrefixMatch, *, hit: bool = False) -> PrefixMatch:
+        touched = super().touch(match, hit=hit)
         for node, blocks in ((touched.node, match.blocks), (touched.host_node, match.host_blocks)):
             if node is not None and len(blocks):
                 assert node.blocks.item(-1) == blocks.item(-1), f"a match of {blocks} ends at {node}"

@@ -28,6 +28,9 @@ class Trie:
         root = self._roots.get(partition)
         return root if root is not None else Node(partition, b"", NO_BLOCKS, 0)
 
+    def roots(self) -> Iterator[Node]:
+        return iter(self._roots.values())
+
     def add_leaf(self, parent: Node, tokens: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Node:
         """Add a device leaf."""
         self._num_created += 1

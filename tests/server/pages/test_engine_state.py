@@ -1,6 +1,7 @@
 """The logic of the page /engine: recent steps, speeds, percentiles of a metrics page, the grid of the map."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -71,3 +72,17 @@ def test_times_are_short(page: Page) -> None:
     shown = page.run("[null, 0.0012, 0.25, 3.14, 600].map(duration)")
     assert shown == ["–", "1.2 ms", "250 ms", "3.1 s", "10.0 min"]
     assert page.run("[0, 1, 2].map(hue)") == [0, 138, 275]
+
+
+def test_the_icicle_nests_and_shares_the_width(page: Page) -> None:
+    nodes = [[-1, 4, 1, False], [-1, 2, 0, False], [0, 3, 5, False], [0, 3, 0, True], [2, 1, 2, False]]
+    placed = page.run("icicle(nodes)", nodes=nodes)
+    assert [node["level"] for node in placed] == [0, 0, 1, 1, 2]
+    assert [node["hits"] for node in placed] == [8, 0, 7, 0, 2], "hits below passed through those above"
+    for node in placed:
+        above = placed[node["parent"]] if node["parent"] >= 0 else {"x": 0, "width": 1}
+        assert above["x"] <= node["x"] and node["x"] + node["width"] <= above["x"] + above["width"] + 1e-9
+    for level in range(3):
+        row = sorted((node["x"], node["width"]) for node in placed if node["level"] == level)
+        assert all(x + width <= after + 1e-9 for (x, width), (after, _) in pairwise(row)), "none overlap"
+    assert page.run("icicle([])") == []

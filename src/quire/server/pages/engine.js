@@ -1,7 +1,7 @@
 // The live view: asks the server for what is new while the page is visible, and draws it.
 
 import { apiKey, byId, element, request } from "./dom.js";
-import { Timeline, buckets, duration, grid, hue, quantile } from "./engine_state.js";
+import { Timeline, buckets, duration, grid, hue, icicle, quantile } from "./engine_state.js";
 
 const STATE_MS = 500; // between two questions
 const METRICS_MS = 2000;
@@ -50,6 +50,46 @@ function drawMap(view) {
   byId("map-text").textContent = `${used.toLocaleString("en")} of ${view.num_blocks.toLocaleString("en")} blocks held (${tokens(used)} of ${tokens(view.num_blocks)} tokens), `
     + `${view.num_cached.toLocaleString("en")} in the prefix cache, ${view.num_evictable.toLocaleString("en")} of them evictable`
     + (view.num_host ? `, ${view.num_host.toLocaleString("en")} on the host` : "") + ".";
+}
+
+let treeNodes = []; // as drawn
+
+function drawTree(view) {
+  const { context, width, height } = surface("tree");
+  treeNodes = icicle(view.tree);
+  const levels = Math.max(4, ...treeNodes.map((node) => node.level + 1));
+  const most = Math.max(1, ...treeNodes.map((node) => node.hits));
+  const [cold, hot, free, held] = ["cached", "shared", "free", "held"].map(colour);
+  for (const node of treeNodes) {
+    const box = [node.x * width, (node.level * height) / levels, Math.max(node.width * width - 1, 0.5), height / levels - 1];
+    context.globalAlpha = 1;
+    context.fillStyle = node.host ? free : cold;
+    context.fillRect(...box);
+    context.globalAlpha = node.hits ? 0.25 + (0.75 * Math.log(1 + node.hits)) / Math.log(1 + most) : 0;
+    context.fillStyle = hot;
+    context.fillRect(...box);
+    context.globalAlpha = 1;
+    if (node.host) {
+      context.strokeStyle = held;
+      context.strokeRect(box[0] + 0.5, box[1] + 0.5, Math.max(box[2] - 1, 0), Math.max(box[3] - 1, 0));
+    }
+  }
+  const tops = treeNodes.filter((node) => node.parent < 0);
+  const hits = tops.reduce((sum, node) => sum + node.hits, 0);
+  const part = view.num_nodes > treeNodes.length ? `, the ${treeNodes.length} most used drawn` : "";
+  byId("tree-text").textContent = treeNodes.length
+    ? `${view.num_nodes.toLocaleString("en")} nodes${part}; roots on top, as wide as their blocks; ${hits.toLocaleString("en")} hits, `
+      + `${Math.max(...tops.map((node) => node.hits)).toLocaleString("en")} of them below one root.`
+    : "Nothing is cached yet.";
+}
+
+/** The node below the pointer, in words. */
+function describeNode(event) {
+  const box = byId("tree").getBoundingClientRect();
+  const levels = Math.max(4, ...treeNodes.map((node) => node.level + 1));
+  const [x, level] = [(event.clientX - box.left) / box.width, Math.floor(((event.clientY - box.top) / box.height) * levels)];
+  const node = treeNodes.find((each) => each.level === level && each.x <= x && x < each.x + each.width);
+  byId("tree").title = node ? `${node.blocks} blocks (${node.blocks * latest.block_size} tokens)${node.host ? " on the host" : ""}, ${node.hits} hits` : "";
 }
 
 function drawTimeline(view) {
@@ -146,6 +186,7 @@ async function explain(number) {
 function draw() {
   if (latest === null) return;
   drawMap(latest);
+  drawTree(latest);
   drawTimeline(latest);
   drawSpeed();
   showFigures(latest);
@@ -196,6 +237,7 @@ byId("pause").addEventListener("click", () => {
   byId("pause").textContent = paused ? "Continue" : "Pause";
   byId("pause").setAttribute("aria-pressed", String(paused));
 });
+byId("tree").addEventListener("pointermove", describeNode);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   apiKey.set(byId("key").value.trim(), false);

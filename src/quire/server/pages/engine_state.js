@@ -81,3 +81,27 @@ export function grid(count, width, height) {
   }
   return { columns, rows: Math.ceil(count / columns), side: size };
 }
+
+/**
+ * The prefix tree as an icicle: a rectangle for each node, [parent, blocks, hits, on host]. Below its parent, as wide as its share of
+ * the blocks; hits of the nodes below count for those above them, which they passed through.
+ */
+export function icicle(nodes) {
+  const placed = nodes.map(([parent, blocks, hits, host]) => ({ parent, blocks, hits, host, weight: 0, level: 0, x: 0, width: 0, used: 0 }));
+  for (let i = placed.length - 1; i >= 0; i--) {
+    const node = placed[i];
+    node.weight = Math.max(node.weight, node.blocks);
+    if (node.parent < 0) continue;
+    placed[node.parent].weight += node.weight;
+    placed[node.parent].hits += node.hits;
+  }
+  const root = { x: 0, width: 1, level: -1, used: 0, weight: placed.reduce((sum, node) => sum + (node.parent < 0 ? node.weight : 0), 0) };
+  for (const node of placed) {
+    const above = node.parent < 0 ? root : placed[node.parent];
+    node.level = above.level + 1;
+    node.x = above.x + above.used;
+    node.width = (above.width * node.weight) / Math.max(above.weight, 1);
+    above.used += node.width;
+  }
+  return placed;
+}
