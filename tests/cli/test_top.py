@@ -128,6 +128,15 @@ STATE: dict[str, object] = {
 }  # fmt: skip
 
 
+def test_without_an_engine_the_metrics_remain() -> None:
+    view = compare(None, read_page(page(running=3), 0.0))
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table("http://here", [TopSample(view, None, 7)]))
+    assert "3 running · " in capture.get() and "25 %" in capture.get() and "step" not in capture.get()
+    assert as_object("http://here", TopSample(view, None, 7))["engine"] is None
+
+
 def test_a_sparkline_is_relative_to_its_largest_value() -> None:
     assert sparkline([0, 1, 7]) == "▁▂█" and sparkline([]) == sparkline([3]) == sparkline([0, 0]) == ""
     assert len(sparkline(range(100))) == 30

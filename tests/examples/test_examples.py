@@ -1,5 +1,7 @@
 """Every program in examples/ runs as it is shown, and so does what the first pages show of a server."""
 
+import ast
+import asyncio
 import json
 import re
 import subprocess
@@ -9,6 +11,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -115,6 +118,50 @@ def test_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer["answer"] and answer["tokens"] <= 8
         assert client.post("/stream", json=question).text == answer["answer"]
         assert client.post("/ask", json={"text": "hi", "max_tokens": 0}).status_code == 422
+
+
+@pytest.mark.long(gpu=False)
+@pytest.mark.usefixtures("shallow_default")
+def test_multiprocess() -> None:
+    lines = output_of("multiprocess.py", "1").splitlines()
+    assert [line.partition(" is")[0] for line in lines] == ["Rain", "Snow", "Wind", "Fog"]
+    assert len({line.rpartition("(")[2] for line in lines}) == 1, "one process did all"
+
+
+@pytest.mark.usefixtures("shallow_default")
+def test_recipes_of_the_cookbook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pandas, many, *cells = blocks(ROOT / "docs" / "cookbook.md", "python")
+    table = run(pandas)["table"]
+    assert set(table["mood"]) <= {"positive", "negative"} and len(table) == 3
+    fewer = many.replace("10_000", "5").replace("256", "2")
+    run(fewer)
+    answers = tmp_path / "answers.jsonl"
+    complete = answers.read_bytes()
+    assert [json.loads(line)["id"] for line in complete.splitlines()] == [f"fact-{number}" for number in range(5)]
+    answers.write_bytes(complete[:-7])
+    run(fewer)
+    assert answers.read_bytes() == complete, "only the line that was cut was done again"
+    assert "1 of 5 prompts to do" in capsys.readouterr().out
+    asyncio.run(run_cells(cells))
+    assert capsys.readouterr().out.strip()
+
+
+def run(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(code, "cookbook.md", "exec"), names)
+    return names
+
+
+async def run_cells(cells: list[str]) -> None:
+    """As a notebook runs them: one after the other in one namespace, with `await` at the top level."""
+    names: dict[str, Any] = {}
+    for cell in cells:
+        waiting = eval(compile(cell, "cookbook.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)  # noqa: S307
+        if waiting is not None:
+            await waiting
 
 
 def test_every_example_is_listed_and_tested() -> None:
