@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is only for the long tier."""
+    """Deselect what is only for the long tier. The longest file of those behind the servers comes first: at the end,
+    where one process waits for the other, files are short."""
 
     def runs(item: pytest.Item) -> bool:
         return all(is_long(gpu=bool(mark.kwargs.get("gpu"))) for mark in item.iter_markers("long"))
@@ -66,6 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if runs(item)]
+    items.sort(key=lambda item: item.path.parent.name != "sim")
 
 
 @pytest.hookimpl(optionalhook=True)
