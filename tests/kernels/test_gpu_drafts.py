@@ -121,3 +121,11 @@ def test_the_last_of_the_longest_matches_is_found() -> None:
         tail = torch.tensor([[*last, *[-1] * (MAX_NGRAM - len(last))]], dtype=torch.int32, device=DEVICE)
         for find in (match_suffix_reference, drafts.match_suffix):
             assert find(text, rows, begins, ends, tail).item() == (length << LENGTH_SHIFT) | place
+
+
+def test_the_last_place_of_a_full_ring_is_searched() -> None:
+    text = torch.tensor([[7, 1, 2, 3, 4, 1, 2, 3, 5, 2, 3, 4, 6, 0, 0, 8]], dtype=torch.int32, device=DEVICE)
+    rows, begins, ends = (torch.tensor([each], device=DEVICE) for each in (0, 5, 21))
+    tail = torch.tensor([[8, 0, 0, 6, *[-1] * (MAX_NGRAM - 4)]], dtype=torch.int32, device=DEVICE)
+    for find in (match_suffix_reference, drafts.match_suffix):
+        assert find(text.roll(5, 1), rows, begins, ends, tail).item() == (4 << LENGTH_SHIFT) | 21

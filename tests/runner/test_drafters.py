@@ -37,6 +37,11 @@ def test_the_last_place_of_the_longest_suffix_is_found(text: list[int], tokens: 
     assert find_suffix(ids(*text), ids(*tokens)) == expected
 
 
+def test_of_places_where_all_tokens_are_alike_the_last_is_found() -> None:
+    assert find_suffix(ids(1, 2, 3, 9, 1, 2, 3, 8), ids(1, 2, 3)) == (7, 3)
+    assert find_suffix(ids(*range(12), *range(12), 0), ids(*range(12))) == (24, MAX_NGRAM)
+
+
 def test_prompt_lookup_goes_on_as_the_text_did() -> None:
     drafter = NgramDrafter()
     assert drafter.propose(ROW, ids(6, 7, 8, 9, 4, 5, 6, 7, 8), 3).tolist() == [9], "three alike are one draft"
