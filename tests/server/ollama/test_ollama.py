@@ -4,7 +4,9 @@ Ollama's own client is tried in tests/clients.
 """
 
 import json
+import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,52 @@ def test_a_prompt_without_the_template(http: httpx.Client) -> None:
     *lines, last = streamed(http, "/api/generate", {"prompt": "endless", "raw": True, "options": {"num_predict": 3}})
     assert "".join(line["response"] for line in lines) == "on and on"
     assert (last["done_reason"], last["eval_count"]) == ("length", 3)
+
+
+OPEN_WEBUI = {  # what it forwards with each request, where it is set to
+    "authorization": "Bearer anything", "x-openwebui-user-name": "Ada%20L", "x-openwebui-user-id": "1",
+    "x-openwebui-user-email": "ada@example.org", "x-openwebui-user-role": "admin",
+}  # fmt: skip
+
+
+def test_open_webui_as_with_ollama(http: httpx.Client) -> None:
+    """Its requests, as its source makes them: versions, models, chats, titles, unloading, embeddings."""
+    got = {name: http.get(f"/api/{name}", headers=OPEN_WEBUI).json() for name in ("version", "tags", "ps")}
+    assert tuple(map(int, re.sub(r"^v|-.*", "", got["version"]["version"]).split("."))) >= (0, 1, 0)
+    names = {model["model"] for model in got["tags"]["models"]}
+    assert f"{MODEL}:latest" in names, "a name without a tag is completed by it, and must be listed so"
+    assert all(datetime.fromisoformat(model["expires_at"]) and model["name"] for model in got["ps"]["models"])
+    named = {"model": f"{MODEL}:latest"}
+    options = {"temperature": 0.8, "num_ctx": 2048, "stop": ["###"], "num_keep": 24, "repeat_penalty": 1.1}
+    chat = {**named, "messages": user("hi"), "options": options, "stream": True, "keep_alive": "5m"}
+    *lines, last = streamed(http, "/api/chat", chat)
+    assert "".join(line["message"]["content"] for line in lines) == PLAIN and last["done"] and set(last) > COUNTS
+    title = {**named, "messages": user("### Task:\nGenerate a title."), "options": {"num_predict": 1000}}
+    assert whole(http, "/api/chat", title)["message"]["content"] == PLAIN
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a"]}, "maxItems": 1}}}
+    tags = whole(http, "/api/chat", {**named, "messages": user("tags"), "format": {**schema, "required": ["tags"]}})
+    assert set(json.loads(tags["message"]["content"])["tags"]) <= {"a"}
+    unloaded = whole(http, "/api/generate", {**named, "keep_alive": 0, "prompt": ""})
+    assert (unloaded["done"], unloaded["response"]) == (True, "")
+    embedded = http.post("/api/embed", json={**named, "input": ["one", "two"], "truncate": True}, headers=OPEN_WEBUI)
+    assert len(embedded.json()["embeddings"]) == 2
+    assert http.post("/api/show", json=named).json()["capabilities"]
+
+
+def test_open_webui_as_with_openai(http: httpx.Client) -> None:
+    models = http.get("/v1/models", headers=OPEN_WEBUI).json()["data"]
+    assert [model["id"] for model in models] and all(model["object"] == "model" for model in models)
+    body = {"model": models[0]["id"], "messages": user("hi"), "stream": True, "stream_options": {"include_usage": True}}
+    *data, done = re.findall(r"^data: (.+)$", http.post("/v1/chat/completions", json=body).text, re.MULTILINE)
+    got = list(map(json.loads, data))
+    assert done == "[DONE]"
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in got if each["choices"]) == PLAIN
+    assert got[-1]["choices"] == [] and got[-1]["usage"]["completion_tokens"] > 0
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]  # as it sends text beside files
+    title = {"model": MODEL, "messages": parts, "stream": False, "max_completion_tokens": 1000, "max_tokens": None}
+    answer = http.post("/v1/chat/completions", json=title, headers=OPEN_WEBUI)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == PLAIN
 
 
 @pytest.mark.parametrize(
