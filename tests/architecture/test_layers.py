@@ -24,7 +24,7 @@ SERVER_FOLDERS = ("http", "request", "chat", "openai", "anthropic", "tgi", "olla
 SERVER_FILES = (
     *("async_engine", "engine_state", "engine_supervisor", "admission", "metrics", "grammar_precompiler"),
     *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),
-    *("response_store", "static_files", "examples", "model_router", "router_app"),
+    *("response_store", "static_files", "examples", "model_router", "router_app", "file_store", "batch_store"),
 )
 
 

@@ -393,5 +393,6 @@ def test_the_source_has_none_of_it() -> None:
     assert not offenders(forbidden, spared={*urls_of_lines, "catalog", "bench"})  # these two are no part of a server
     assert forbidden(ast.parse("import zmq\nrun(x, shell=True)\nos.system(x)")) == ["zmq", "shell", "os.system"]
     asked = {each.name: tuple(map(int, each.lower_bound.split("."))) for each in requirements() if each.lower_bound}
-    assert not {"diskcache", "dill", "cloudpickle", "joblib", "pyzmq", "ray", "python-multipart"} & set(asked)
+    assert not {"diskcache", "dill", "cloudpickle", "joblib", "pyzmq", "ray"} & set(asked)
+    assert asked["python-multipart"] >= (0, 0, 31), "CVE-2026-42561, and limits on the names of headers"
     assert asked["starlette"] >= (1, 3) and asked["jinja2"] >= (3, 1, 6), "CVE-2026-48710, CVE-2025-27516"

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.server.server_process import serving
-from tests.server.several_models import SIZES, answer, ask, endless, statuses, write_tables
+from tests.server.several_models import SIZES, answer, ask, endless, statuses, write_slow, write_tables
 
 pytestmark = pytest.mark.usefixtures("default_model_path")
 
 
 def test_a_killed_engine_is_replaced_while_the_other_model_serves(tmp_path: Path) -> None:
     """With processes, as a user starts them."""
+    write_slow(tmp_path, "a")
     config = write_tables(tmp_path, a={}, b={"pinned": True})
     with (
         serving("--config", str(config), "--models-memory", "2GiB", *SIZES) as server,

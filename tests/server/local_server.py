@@ -204,6 +204,8 @@ class LocalServer:
         """As `serve_until_signal` does it."""
         server = self.server = self._make()
         app: ASGIApp = self._access.secure(server.app, server.metrics)
+        servers = [server] if isinstance(server, Server) else [slot.server for slot in server.router.slots]
+        self._access.serve_files([each.state for each in servers], app)
         if self._tracer is not None:
             assert isinstance(server, Server)
             app = self._tracer.around(app, server)

@@ -15,9 +15,9 @@ from tests.server.server_process import wait_until
 SIZES = ("--max-model-len", "1k", "--kv-cache-memory", "256MiB")
 
 
-def lines_of(name: str) -> str:
+def lines_of(name: str, step_ms: int = 1) -> str:
     """A script that says the name of its model, and goes on without end when asked to."""
-    lines = ({"step_ms": 1}, {"say": f"{name} and ", "end": False, "when": "endless"}, {"say": f"I am {name}."})
+    lines = ({"step_ms": step_ms}, {"say": f"{name} and ", "end": False, "when": "endless"}, {"say": f"I am {name}."})
     return "\n".join(map(json.dumps, lines))
 
 
@@ -63,8 +63,13 @@ def ask(client: httpx.Client, model: str | None, **fields: object) -> httpx.Resp
     return client.post("/v1/chat/completions", json=body if model is None else {**body, "model": model})
 
 
+def write_slow(folder: Path, name: str) -> None:
+    """A script whose endless answer takes 20 s, for tests that need it to run."""
+    (folder / f"{name}.jsonl").write_text(lines_of(name, step_ms=20))
+
+
 def endless(model: str) -> dict[str, object]:
-    """The body of a completion that streams for seconds."""
+    """The body of a completion that streams a thousand tokens."""
     return {"model": model, "prompt": "endless", "max_tokens": 1000, "temperature": 0, "stream": True}
 
 

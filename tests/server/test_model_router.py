@@ -24,11 +24,11 @@ from tests.server.several_models import (
     ask,
     endless,
     hold_load,
-    lines_of,
     release_load,
     several_here,
     statuses,
     wait_for_waiting,
+    write_slow,
 )
 
 pytestmark = pytest.mark.usefixtures("default_model_path")
@@ -121,6 +121,7 @@ def test_metrics_of_all_models_have_their_names(pair: LocalServer) -> None:
 
 
 def test_the_operator_sees_and_ends_requests_of_all_models(tmp_path: Path) -> None:
+    write_slow(tmp_path, "b")
     with (
         several_here(tmp_path, "--models-max", "2", "--admin-key", "boss", a={}, b={}) as server,
         server.client() as client,
@@ -157,7 +158,7 @@ def test_a_model_with_a_request_is_not_unloaded_and_new_ones_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_router, "TURN_S", 0.0)
-    (tmp_path / "a.jsonl").write_text(lines_of("a").replace('"step_ms": 1', '"step_ms": 20'))
+    write_slow(tmp_path, "a")
     with (
         several_here(tmp_path, a={}, b={}) as server,
         server.client() as client,
@@ -279,6 +280,7 @@ def test_a_drain_refuses_what_waits_and_ends_what_runs(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_a_key_is_for_all_models(tmp_path: Path) -> None:
+    write_slow(tmp_path, "a")
     (tmp_path / "keys").write_text("sk-one max_open=1\n")
     arguments = ("--models-max", "2", "--api-key-file", str(tmp_path / "keys"))
     with (

@@ -1,8 +1,10 @@
-"""Options of serve about access to the server: keys, origins, sizes, TLS, logs. Checked before a model is opened."""
+"""Options of serve about access: keys, origins, sizes, files, TLS, logs. Checked before a model is opened."""
 
+import asyncio
 import ssl
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +12,11 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
-from quire.server.app import ADMIN_ROUTES, STATIC_ROUTES, Application
+from quire.server.app import ADMIN_ROUTES, STATIC_ROUTES, UPLOAD_ROUTES, Application
+from quire.server.batch.service import BatchService
+from quire.server.batch_store import BatchStore
+from quire.server.context import ServerState
+from quire.server.file_store import MAX_FILE_BYTES, FileStore
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import make_key_ring
 from quire.server.http.logs import LogFormat, LogWriter, log_request
@@ -19,6 +25,7 @@ from quire.server.http.protocol import connection_limits, guarded
 from quire.server.http.request_context import RequestRecord
 from quire.server.metrics import Metrics
 
+_FORM_BYTES = 1 << 16  # of an upload beside its file
 _KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that the client closes it
 
 
@@ -35,7 +42,12 @@ class AccessSettings:
             ADMIN_ROUTES,
             tuple(STATIC_ROUTES),
             own_host=host,
+            upload_routes=UPLOAD_ROUTES,
+            max_upload_bytes=None if given["files_dir"] is None else MAX_FILE_BYTES + _FORM_BYTES,
         )
+        self._files_dir: Path | None = given["files_dir"]
+        self._files_limit: int = given["files_limit_bytes"]
+        self._batches: asyncio.Task[None] | None = None
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
@@ -61,6 +73,16 @@ class AccessSettings:
         self._observers.append(metrics.responded)
         self._requests = secure(app, keys=self._keys, options=self._options, observers=self._observers, admission=app)
         return self._requests
+
+    def serve_files(self, states: Sequence[ServerState], app: ASGIApp) -> None:
+        """Files and batches, if there is a folder for them: on the running event loop, until it ends."""
+        if self._files_dir is None:
+            return
+        store = BatchStore(FileStore(self._files_dir, self._files_limit, time.time), time.time)
+        for state in states:
+            state.batches = store
+        service = BatchService(store, app, self.weights, self._options.max_body_bytes)
+        self._batches = asyncio.create_task(service.run())
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """Settings of uvicorn for an application behind the access checks."""

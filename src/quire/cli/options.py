@@ -158,6 +158,10 @@ _SERVING = (
     click.option("--max-waiting-tokens", type=Size(low=1), default="4m", show_default=True,
                  help="Most prompt tokens in the waiting queue; further requests are rejected. Half as many again are "
                  "reserved for clients below their fair share, as with --max-waiting."),
+    click.option("--files-dir", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+                 help="Serve OpenAI's files and batches, kept in this folder."),
+    click.option("--files-limit", "files_limit_bytes", type=Size(low=1), default="4GiB", show_default=True,
+                 help="Most bytes that the files of one key may take."),
     click.option("--shutdown-timeout", "drain_s", type=FiniteRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests may take to finish after a SIGTERM."),
     click.option("--otlp-endpoint", metavar="URL",
@@ -220,7 +224,8 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Several models": ("models_max", "models_memory", "unload_after_s"),
     "Address": ("url", "api_key", "host", "port", "root_path", "ssl_keyfile", "ssl_certfile"),
     "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
-                        "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "drain_s"),
+                        "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "files_dir",
+                        "files_limit_bytes", "drain_s"),
     "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "seed", "stop", "system", "chat", "markdown"),
     "Device and memory": ("device", "dtype", "quantization", "attention_backend", "batch_invariant", "threads",
@@ -333,7 +338,8 @@ def check_packages(needed_by: str, extra: str, *names: str) -> None:
 
 
 def check_serving() -> None:
-    names = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
+    names = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client",
+             "python_multipart")  # fmt: skip
     check_packages("Serving", "serve", *names)
 
 

@@ -119,6 +119,7 @@ def _serve_one(
 
     def secure(server: Server) -> "ASGIApp":
         app = access.secure(server.app, server.metrics)
+        access.serve_files([server.state], app)
         return app if tracing is None else tracing.around(app, server)
 
     with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():

@@ -69,7 +69,9 @@ def serve_several(
         return RoutedServer(ModelRouter(config, observers, time.monotonic))
 
     def secure(server: RoutedServer) -> ASGIApp:
-        return access.secure(server.app, server.metrics)
+        app = access.secure(server.app, server.metrics)
+        access.serve_files([slot.server.state for slot in server.router.slots], app)
+        return app
 
     with access.logging():
         serve_until_signal(make, listening, secure, access.uvicorn_settings, given["drain_s"])

@@ -32,7 +32,7 @@ from quire.server.ollama import generate as ollama
 from quire.server.ollama import models as ollama_models
 from quire.server.ollama.generate import OllamaChatBody, OllamaGenerateBody
 from quire.server.ollama.models import OllamaEmbeddingBody, OllamaModelBody, OllamaPromptBody
-from quire.server.openai import models, responses
+from quire.server.openai import batches, files, models, responses
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions
 from quire.server.openai.embeddings import embeddings
@@ -166,6 +166,18 @@ OPENAI = (
     Endpoint("GET", "/v1/models", models.models, "List the served models."),
     Endpoint("GET", "/v1/models/{name:path}", models.model, "One served model."),
 )
+FILES = (  # with --files-dir
+    Endpoint("POST", "/v1/files", files.upload, "Upload a file, as multipart/form-data."),
+    Endpoint("GET", "/v1/files", files.list_files, "List the files of this key."),
+    Endpoint("GET", "/v1/files/{file_id}", files.retrieve_file, "One file."),
+    Endpoint("DELETE", "/v1/files/{file_id}", files.delete_file, "Delete a file."),
+    Endpoint("GET", "/v1/files/{file_id}/content", files.file_content, "The content of a file."),
+    Endpoint("POST", "/v1/batches", batches.create_batch, "Create a batch.", batches.BatchBody),
+    Endpoint("GET", "/v1/batches", batches.list_batches, "List the batches of this key."),
+    Endpoint("GET", "/v1/batches/{batch_id}", batches.retrieve_batch, "One batch."),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch."),
+)
+UPLOAD_ROUTES = ("/v1/files",)
 ANTHROPIC = (
     Endpoint("POST", "/v1/messages", messages.messages, "Anthropic Messages API.", MessagesBody, generates=True),
     Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, "Count a request's tokens.", CountTokensBody),
@@ -217,7 +229,7 @@ ADMIN = (
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
-ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *OLLAMA, *LLAMACPP, *TOKENIZER, *MONITORING, *ADMIN)
+ENDPOINTS = (*OPENAI, *FILES, *ANTHROPIC, *TGI, *OLLAMA, *LLAMACPP, *TOKENIZER, *MONITORING, *ADMIN)
 STATIC_ROUTES = static_routes()
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)

@@ -25,6 +25,7 @@ from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
 from quire.server.async_engine import AsyncEngine, EngineRestarting
+from quire.server.batch_store import BatchStore
 from quire.server.engine_state import EngineState
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.fair_shares import FairShares
@@ -252,6 +253,7 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
     followed: FairShares = field(default_factory=FairShares)  # bytes of stored responses that are being streamed
     list_models: Callable[[], Sequence[ListedModel]] | None = None  # with several models
+    batches: BatchStore | None = None  # and files; None: there is no folder for them
     engine_state: EngineState = field(init=False)
 
     def __post_init__(self) -> None:

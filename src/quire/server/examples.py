@@ -22,6 +22,9 @@ _PROMPT: dict[str, object] = {"inputs": "The capital of France is", "parameters"
 
 # By path, then by what the example shows.
 EXAMPLES: Mapping[str, Mapping[str, dict[str, object]]] = {
+    "/v1/batches": {
+        "an uploaded file": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    },
     "/v1/chat/completions": {
         "a question": {"messages": _QUESTION, "temperature": 0.7, "max_tokens": 64},
         "streamed": {"messages": _QUESTION, "max_tokens": 32, "stream": True},

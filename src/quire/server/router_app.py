@@ -34,11 +34,12 @@ from quire.server.ollama.generate import LATEST
 from quire.server.ollama.response import OllamaResponse
 from quire.server.request.decode import read
 
-# Endpoints that read what all models share: lists, stored responses, versions.
+# Endpoints of what all models share: lists, stored responses, files, batches, versions.
 SHARED = frozenset(
     {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items",
      "/v1/models", "/v1/models/{name:path}", "/api/tags", "/api/ps", "/api/show", "/api/version", "/api/pull",
-     "/api/delete", "/api/create", "/api/copy", "/api/push", "/version"}
+     "/api/delete", "/api/create", "/api/copy", "/api/push", "/version", "/v1/files", "/v1/files/{file_id}",
+     "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"}
 )  # fmt: skip
 # By the parameter `model` of the query. The first ones load it; the others are of an engine as it is.
 BY_QUERY = frozenset({"/info", "/props", "/tokenizer_info"})

@@ -1,12 +1,15 @@
 """`quire batch`: a batch file through the whole server, with a scripted model."""
 
+import asyncio
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import InvalidParameter
 from quire.engine.engine_process import EngineProcess
@@ -285,3 +288,24 @@ def test_a_full_output_disk_is_one_line_of_error(run_here: Callable[..., Command
     last = done.err.splitlines()[-1]
     assert done.status == 2 and last.startswith("quire: Cannot write /dev/full: No space left on device."), last
     assert "Traceback" not in done.err
+
+
+def test_a_busy_server_is_asked_again_and_one_that_a_request_ends_only_some_times() -> None:
+    replies = [(429, b'"queue_full"')] * 20 + [(503, b'{"code":"engine_lost"}')] * 99
+    asked: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        status, body = replies[len(asked)]
+        asked.append(status)
+        await send({"type": "http.response.start", "status": status, "headers": [(b"retry-after-ms", b"0")]})
+        await send({"type": "http.response.body", "body": body})
+
+    written: list[tuple[bytes, bool]] = []
+    lines = [json.dumps(chat("a", "hi")).encode()]
+    runner = batch.BatchRunner(
+        app, lines, FinishedLines(), lambda line, ok: written.append((line, ok)), lambda counts: None, max_tries=1000
+    )
+    asyncio.run(runner.run(1))
+    assert Counter(asked) == {429: 20, 503: 8}
+    [(line, answered)] = written
+    assert not answered and json.loads(line)["response"]["status_code"] == 503

@@ -80,7 +80,7 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
         request = msgspec.json.decode(text, type=_RequestLine)
         fields = msgspec.json.decode(request.body, type=_UnservedFields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidLine(f"Line {line} is not a request: {str(error)[:_MAX_MESSAGE]}.", _custom_id(text)) from error
+        raise InvalidLine(f"Line {line} is not a request: {str(error)[:_MAX_MESSAGE]}.", custom_id_of(text)) from error
     allowed = tuple(urls)
     if request.method != "POST" or request.url not in allowed:
         names = ", ".join(allowed)
@@ -95,8 +95,8 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
     return BatchRequest(line, request.custom_id, request.url, bytes(request.body))
 
 
-def _custom_id(text: bytes) -> str | None:
-    """The custom_id of a line that is otherwise invalid."""
+def custom_id_of(text: bytes) -> str | None:
+    """The custom_id of a line, which may otherwise be invalid."""
     try:
         return msgspec.json.decode(text, type=_CustomIdLine).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -78,6 +78,7 @@ URLS = tuple(  # not those that stream always, or by default
 _MAX_QUEUED = 256  # requests beyond the running ones: the engine never waits for the next
 _BUSY = (429, 503)
 _MAX_TRIES = 8
+_LOST = b'"engine_lost"'
 _DEFAULT_WAIT_S = 1.0
 
 
@@ -107,10 +108,12 @@ class BatchRunner:
         app: ASGIApp,
         lines: Iterable[bytes],
         finished: FinishedLines,
-        write: Callable[[bytes], None],
+        write: Callable[[bytes, bool], None],  # a line, and whether it has a 200
         report: Callable[[BatchCounts], None],
+        max_tries: int = _MAX_TRIES,
     ) -> None:
         self._app = app
+        self._max_tries = max_tries
         self._finished = finished
         self._write = write
         self._report = report
@@ -132,14 +135,17 @@ class BatchRunner:
                 self.counts.num_answered += 1
             else:
                 self.counts.num_refused += 1
-            self._write(response_line(request, reply))
+            self._write(response_line(request, reply), reply.status == 200)
             self._report(self.counts)
 
     async def _reply(self, request: BatchRequest) -> BatchReply:
-        """The response. A busy or restarting engine is retried."""
-        for _ in range(_MAX_TRIES):
+        """The response. A busy or restarting engine is retried; fewer times if the engine was lost with the request,
+        which may be the cause."""
+        num_lost = 0
+        for _ in range(self._max_tries):
             reply = await post(self._app, request.url, request.body)
-            if reply.status not in _BUSY:
+            num_lost += _LOST in reply.body
+            if reply.status not in _BUSY or num_lost >= _MAX_TRIES:
                 break
             await asyncio.sleep(_DEFAULT_WAIT_S if reply.retry_after_s is None else reply.retry_after_s)
         return reply
@@ -155,7 +161,7 @@ class BatchRunner:
                     request = self._read(number, text)
                 except InvalidLine as invalid:
                     self.counts.num_unreadable += 1
-                    self._write(error_line(number, invalid))
+                    self._write(error_line(number, invalid), False)
                     self._report(self.counts)
                     continue
                 if request not in self._finished:
@@ -194,7 +200,11 @@ def run_batch(config: ServerConfig, settings: BatchSettings) -> BatchCounts:
         listeners = ServerObservers(settings.phase, lambda model, info: ready.set(), lambda line: None)
         server = Server(config, listeners)
         app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admission=server.app)
-        batch = BatchRunner(app, settings.lines, settings.finished, settings.write, settings.report)
+
+        def write(line: bytes, answered: bool) -> None:
+            settings.write(line)
+
+        batch = BatchRunner(app, settings.lines, settings.finished, write, settings.report)
 
         async def work() -> None:
             await ready.wait()

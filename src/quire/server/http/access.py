@@ -53,6 +53,8 @@ class AccessOptions:
     admin_routes: tuple[str, ...] = ()  # patterns; every path below /admin/ needs the admin key in any case
     page_routes: tuple[str, ...] = ()  # exact paths of web pages and their files, read without a key
     own_host: str = "0.0.0.0"  # where the server listens
+    upload_routes: tuple[str, ...] = ()  # exact paths that take multipart bodies
+    max_upload_bytes: int | None = None  # of these; None: as of others, and in memory
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -79,6 +81,8 @@ class AccessCheck:
             for name in (options.own_host, socket.gethostname(), *(_name(_host(origin)) for origin in self._origins))
         )
         self._pages = frozenset(options.page_routes)
+        self._uploads = frozenset(options.upload_routes)
+        self._upload_limit = options.max_upload_bytes
         # Without any key, on this machine alone: all that is read is the user's own.
         self._is_private = keys.open and not keys.has_admin and is_loopback(options.own_host)
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
@@ -104,7 +108,9 @@ class AccessCheck:
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _KEY_HEADERS]
         if self._keys.open and "*" not in self._origins:
             self._check_origin_and_host(scope, headers)
-        self._check_body(scope, headers)
+        is_upload = scope["method"] == "POST" and route_path(scope) in self._uploads
+        context.streams_body = is_upload and self._upload_limit is not None
+        self._check_body(scope, headers, is_upload=is_upload)
         if self._admission is not None:
             self._admission.check(scope)
         context.passed = True
@@ -168,10 +174,11 @@ class AccessCheck:
             return "." not in name or name in self._own_names or name.endswith(_PRIVATE)
         return True
 
-    def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check_body(self, scope: Scope, headers: dict[bytes, bytes], *, is_upload: bool) -> None:
         kind = headers.get(b"content-type")
         coding = headers.get(b"content-encoding", b"").strip().lower()
-        if kind is not None and not _JSON.fullmatch(kind) and self._reads_body(scope) and not _is_curl(scope, headers):
+        is_other = kind is not None and not _JSON.fullmatch(kind) and not is_upload
+        if is_other and self._reads_body(scope) and not _is_curl(scope, headers):
             raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
         if coding not in (b"", b"identity") and self._reads_body(scope):
             raise UnsupportedMediaType(
@@ -179,8 +186,9 @@ class AccessCheck:
                 f"it without the header 'Content-Encoding'."
             )
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._limit:
-            raise BodyTooLarge(self._limit)
+        limit = self._limit if not is_upload or self._upload_limit is None else self._upload_limit
+        if length.isdigit() and int(length[:20]) > limit:
+            raise BodyTooLarge(limit)
 
     def _reads_body(self, scope: Scope) -> bool:
         """Whether a route is served with a method that has a body: what is not served is 404 or 405, whatever it

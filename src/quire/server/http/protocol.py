@@ -3,8 +3,9 @@
 Against slow loris clients, a head must be complete within seconds and a body must keep a minimum rate. A connection has
 one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
 head alone is answered here: no task is made and no body is kept. Otherwise the application gets the request when its
-body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. A client
-that does not read its response is cut off (`slow_readers.py`). Does not depend on keys or routes.
+body is complete: a client that never sends it holds a connection and bytes of its own allowance, nothing else. The body
+of an upload is not kept: the application reads it as it arrives. A client that does not read its response is cut off
+(`slow_readers.py`). Does not depend on keys or routes.
 
 HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
 would chunk it for every client.
@@ -162,6 +163,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _early_reply: ErrorReply | None = None
     _pending: ASGI3Application | None = None  # gets the request when it is complete
     _body: PendingBody | None = None  # until the response is complete
+    _streams = False  # the application reads the body as it arrives
     _reader: ReaderWatch
 
     # Called by the transport
@@ -305,12 +307,14 @@ class GuardedProtocol(HttpToolsProtocol):
         """Not yet: when the request is complete. Only a refusal that the application is to send starts at once, without
         the body: a client that does not read its responses waits for it by backpressure."""
         scope = cast(Scope, cycle.scope)
+        self._streams = False
         if scope["http_version"] == "1.0":
             app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
         self._early_reply = self.requests.check(scope, replies=self._may_reply)
         if self._early_reply is not None:
             return
-        if context_of(scope).refusal is not None:
+        if context_of(scope).refusal is not None or context_of(scope).streams_body:
+            self._streams = context_of(scope).refusal is None
             super()._start_asgi_task(cycle, app)
             return
         self._pending = app
@@ -332,8 +336,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_framing_bytes = 0
         self._num_body_bytes += len(body)
         self._num_body_pieces += 1
-        if self._num_body_pieces > self.limits.body_pieces:
+        if self._num_body_pieces > self.limits.body_pieces and not self._streams:
             raise self._refused(MalformedHttp(f"The body comes in more than {self.limits.body_pieces} chunks."))
+        if self._streams:
+            super().on_body(body)  # with backpressure: the application counts the bytes
+            return
         if self._pending is None:
             return  # it is refused
         if self._num_body_bytes > self.limits.body_bytes:
@@ -423,6 +430,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if num_new:
             self._num_credited_bytes = self._num_body_bytes
             self._enter(ConnectionPhase.BODY, min(num_new / limits.body_bytes_per_s, limits.body_s), self._body_is_late)
+        elif self._streams:
+            self._close()  # the application receives a disconnect
         else:
             self._refuse(
                 TooSlow(
@@ -500,6 +509,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._body = None
 
     def _await_last_response(self) -> None:
+        if self._streams and self._phase is ConnectionPhase.BODY:
+            self._close()  # the application waits for the rest of the body: it receives a disconnect
+            return
         self.cycle.keep_alive = False
         self._enter(ConnectionPhase.LAST_RESPONSE)
 

@@ -42,6 +42,7 @@ class RequestContext:
     label: str | None = None
     passed: bool = False  # the access checks, which need only its head
     admitted: bool = False  # when it is complete
+    streams_body: bool = False  # the application reads its body as it arrives: an upload
     refusal: Exception | None = None  # of the checks; the application replies with it
     place: AdmittedPlace | None = None  # of a request that generates
     identity: Identity = UNAUTHENTICATED
