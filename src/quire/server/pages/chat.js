@@ -141,7 +141,7 @@ function footParts(message) {
   if (busy) return parts;
   if (message.content) parts.push(footButton("Copy", "Copy the text", (event) => copyCode(message.content, event.currentTarget)));
   if (message.role === "user") parts.push(footButton("Edit", "Edit and ask again", () => edit(message)));
-  else parts.push(footButton("Retry", "Answer again", () => answer(current, message.parent)));
+  else parts.push(footButton("Retry", "Retry this answer", () => answer(current, message.parent)));
   if (message.role === "user" && current.leaf === message.id) parts.push(footButton("Retry", "Answer this", () => answer(current, message.id)));
   return parts;
 }

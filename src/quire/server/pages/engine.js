@@ -207,7 +207,7 @@ async function readState() {
       if (latest.step < since) timeline.steps = []; // the engine was restarted
       timeline.add(latest.steps);
       notice("");
-      draw();
+      if (!paused) draw(); // paused while it was asked
     } catch (error) {
       notice(error.message, error.status === 401);
     }
