@@ -7,6 +7,7 @@ import pytest
 from quire.core.request import BeamParams, RequestGroup
 from quire.sched.policy import CHUNKED, DYNAMIC, ORCA, STATIC, Policy
 from quire.sched.reservation import LengthQuantile, Overcommit, most_blocks, positions_to_reserve, shared_blocks
+from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting, toy_output
 from tests.sched.waiting_groups import group
 
@@ -29,6 +30,17 @@ def test_each_overcommit_policy_by_hand() -> None:
     assert positions(one, Overcommit.OPTIMISTIC) == 11
     assert positions(one, Overcommit.HEDGE) == 15, "nothing learned yet: half of 9, rounded up"
     assert positions(one, Overcommit.OPTIMISTIC, immune=True) == 18
+
+
+def test_preempting_a_group_frees_its_own_blocks_and_its_reservation() -> None:
+    """Two requests share two whole blocks of a prompt; each has 18 positions in 5 blocks, of which 3 are its own."""
+    bench = Bench(blocks=20, policy=NEVER)
+    first = bench.add(counting(1, 10), 9)
+    bench.turns(2)
+    second = bench.add([*counting(1, 8), 900, 901], 9)
+    bench.turn()
+    assert len(bench.table(second)) < 5, "some of it is reserved"
+    assert [state_of(bench.scheduler).num_freed(each.group) for each in (first, second)] == [3, 3]
 
 
 def test_a_hedge_follows_the_lengths_that_were_seen() -> None:
