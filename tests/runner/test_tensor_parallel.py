@@ -81,6 +81,14 @@ def test_masks_reach_every_rank() -> None:
         assert pending.wait().tokens.tolist() == [42]
 
 
+def test_steps_that_were_lost_need_no_answer() -> None:
+    """The loop forgets the steps in flight, one of them before it had its masks, and begins again."""
+    with following(Counting(), Counting()) as runner:
+        runner.launch(StepPlan(1))
+        runner.launch(StepPlan(2, masked=(0,)))
+        assert runner.launch(StepPlan(3, reset=True)).wait().tokens.tolist() == [3]
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -114,7 +122,7 @@ def answering(answer: Callable[[bytes], bytes | None]) -> tuple[TensorParallelRu
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda frame: (6).to_bytes(8, "little") + bytes(4), "Rank 1 computed step 6, and step 7 was due."),
+        (lambda frame: (8).to_bytes(8, "little") + bytes(4), "Rank 1 computed step 8, and step 7 was due."),
         (lambda frame: None, "Rank 1 ended in step 7."),
     ],
 )

@@ -10,7 +10,7 @@ from quire.core.ids import BlockId, IntArray, Row
 from quire.core.moves import Place, Tier
 from quire.core.request import Sequence
 from quire.core.step import FinishedRow, FinishReason, Pending, StepPlan
-from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
+from quire.engine.oracle_runner import TorchOracleRunner, rank_oracle, torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
@@ -56,6 +56,15 @@ def test_the_integer_model_behind_the_real_runner(monkeypatch: pytest.MonkeyPatc
     assert report.violations == []
     assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
     assert {place.tier for place in erased} == set(Tier), "no copy of a lost step was lost with it"
+
+
+def test_the_integer_model_behind_the_fan_out() -> None:
+    """Every plan as a frame, and two ranks that must sample the same, after lost steps and without masks, too."""
+    report = CheckReport(3)
+    for trial in (6, 7):  # with grammars and lost steps
+        run_trial(3_000_000 + trial, report, rank_oracle, min_tokens=False)
+    assert report.violations == []
+    assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
 
 
 def test_a_wrong_slot_of_the_real_runner_is_found() -> None:

@@ -147,9 +147,11 @@ def _has_min_tokens(runner: str) -> bool:
 def _runner(runner: str) -> RunnerFactory:
     if runner == "numpy":
         return numpy_oracle
-    from quire.engine.oracle_runner import cuda_oracle, torch_oracle
+    from quire.engine.oracle_runner import cuda_oracle, rank_oracle, torch_oracle
 
-    return cuda_oracle() if runner == "cuda" else torch_oracle
+    if runner == "cuda":
+        return cuda_oracle()
+    return rank_oracle if runner == "ranks" else torch_oracle
 
 
 def replay(path: Path) -> int:

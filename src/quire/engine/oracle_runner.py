@@ -1,7 +1,9 @@
 """The integer model behind the real runner, as a body for `quire check`."""
 
+import socket
 from collections.abc import Iterable, Sequence
 from functools import partial
+from threading import Thread
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from quire.core.errors import ConfigError
 from quire.core.ids import IntArray, Row
 from quire.core.moves import Move, Place, Tier
 from quire.core.oracle import mix, planted_drafts
-from quire.core.step import Pending, RowStart, StepPlan
+from quire.core.step import Pending, RowStart, Runner, StepPlan
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
 from quire.kernels.row_interface import RowKernels
 from quire.kernels.select import select_kernels
@@ -19,6 +21,7 @@ from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import DraftConfig, RowHistory
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
+from quire.runner.tensor_parallel import TensorParallelRunner, follow
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 from quire.sim.check.trial import RunnerFactory
 
@@ -160,6 +163,32 @@ def torch_oracle(
         copy_blocks=copy_blocks,
         draft_kernels=draft_kernels,
     )
+
+
+class RankOracle:
+    """The same behind the fan-out of tensor parallelism: a second rank, with rows and blocks of its own, on a thread.
+
+    What a check erases is erased on rank 0 only: a rank that reads it samples other tokens than the other one.
+    """
+
+    def __init__(self, local: TorchOracleRunner, follower: TorchOracleRunner) -> None:
+        self._local = local
+        ours, theirs = socket.socketpair()
+        Thread(target=_follow, args=(follower, theirs), name="rank 1", daemon=True).start()
+        self._runner = TensorParallelRunner(local, [ours], lambda: None)
+        self.read, self.erase, self.carry = local.read, local.erase, local.carry
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return self._runner.launch(plan)
+
+
+def _follow(follower: Runner, leader: socket.socket) -> None:
+    with leader:
+        follow(follower, leader)
+
+
+def rank_oracle(scenario: Scenario) -> RankOracle:
+    return RankOracle(torch_oracle(scenario), torch_oracle(scenario))
 
 
 def cuda_oracle() -> RunnerFactory:

@@ -21,6 +21,7 @@ from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encod
 from quire.core.step import FinishReason, Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.worker_process import receive_bytes, send_bytes
 
+_PLAN, _MASKS = b"P", b"M"  # the first byte of a frame
 _ANSWER = Struct("<QI")  # step, checksum
 _REASONS = {reason: place for place, reason in enumerate(FinishReason)}
 
@@ -44,12 +45,12 @@ class TensorParallelRunner:
         self._why_lost = why_lost
 
     def launch(self, plan: StepPlan) -> "PendingRanks":
-        self._send(encode_plan(plan))
+        self._send(_PLAN + encode_plan(plan))
         with self._failing():
             return PendingRanks(self, self._local.launch(plan), plan.step)
 
     def sample(self, pending: Pending, masks: Masks) -> None:
-        self._send(encode_masks(masks))
+        self._send(_MASKS + encode_masks(masks))
         with self._failing():
             pending.sample(masks)
 
@@ -59,6 +60,8 @@ class TensorParallelRunner:
         expected = _ANSWER.pack(step, checksum(result))
         for rank, follower in enumerate(self._followers, 1):
             answer = receive_bytes(follower)
+            while answer is not None and len(answer) == _ANSWER.size and _ANSWER.unpack(answer)[0] < step:
+                answer = receive_bytes(follower)  # that was of a step whose result was not wanted any more
             if answer != expected:
                 raise self._failure(rank, answer, step)
         return result
@@ -107,17 +110,20 @@ class PendingRanks:
 def follow(runner: Runner, leader: socket.socket) -> None:
     """Compute the steps that rank 0 sends, until it closes the connection. Sends the error of a step that failed, and
     raises it."""
+    step, pending = -1, None
     while (frame := receive_bytes(leader)) is not None:
+        kind, data = frame[:1], frame[1:]
         try:
-            plan = decode_plan(frame)
-            pending = runner.launch(plan)
-            if plan.masked:
-                masks = receive_bytes(leader)
-                if masks is None:
-                    return
-                pending.sample(decode_masks(masks))
+            if kind == _PLAN:
+                plan = decode_plan(data)
+                step, pending = plan.step, runner.launch(plan)
+                if plan.masked:
+                    continue
+            else:
+                assert kind == _MASKS and pending is not None, f"a frame of kind {kind!r} after step {step}"
+                pending.sample(decode_masks(data))
             result = pending.wait()
         except Exception as error:
             send_bytes(leader, f"{type(error).__name__}: {error}".encode())
             raise
-        send_bytes(leader, _ANSWER.pack(plan.step, checksum(result)))
+        send_bytes(leader, _ANSWER.pack(step, checksum(result)))

@@ -1,0 +1,57 @@
+"""`kill -9` of a rank of a tensor-parallel engine at random steps: every client is told, and nothing is left behind."""
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+from tests.chaos.conftest import Dose, Report
+from tests.llm.tiny import tiny_llama, write_model
+from tests.server.many_clients import RawClient, RawResponse, request
+from tests.server.server_process import START_PATIENCE_S, Running, is_alive, serving, wait_until, wait_until_at_rest
+
+NUM_STREAMS = 6
+SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "4MiB")
+ENDLESS = {"prompt": "once", "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
+CONTROL = {"prompt": "the same again", "max_tokens": 6, "temperature": 0}
+
+
+def children_of(pid: int, module: str) -> list[int]:
+    listed = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    pids = [int(each) for each in " ".join(listed).split()]
+    return [each for each in pids if module.encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def strike(server: Running, victim: int, num_chunks: int) -> list[RawResponse]:
+    """Kill a process when the first stream has got so many chunks; what each client got."""
+
+    async def crowd() -> list[RawResponse]:
+        streams = [await RawClient.connect(server.port, request(ENDLESS)) for _ in range(NUM_STREAMS)]
+        for _ in range(num_chunks):
+            await streams[0].receive_until(b'"text"')
+        os.kill(victim, signal.SIGKILL)
+        return list(await asyncio.gather(*(stream.receive_all() for stream in streams)))
+
+    return asyncio.run(crowd())
+
+
+def test_a_rank_is_killed_at_random_steps(tmp_path: Path, report: Report, dose: Dose) -> None:
+    rng = random.Random(11)
+    folder = write_model(tmp_path, tiny_llama())
+    with serving(str(folder), "--tensor-parallel-size", "2", *SETTINGS) as server, server.client() as client:
+        expected = client.post("/v1/completions", json=CONTROL).json()["choices"]
+        num_files = server.num_files
+        for _ in range(dose(2)):
+            engine = server.engine_pid
+            [rank] = children_of(engine, "quire.engine.rank_main")
+            responses = strike(server, rank, rng.randrange(1, 12))
+            assert all(each.failed and not each.complete for each in responses), "every client is told"
+            wait_until(lambda: client.get("/ready").status_code == 200, START_PATIENCE_S)
+            assert not is_alive(engine) and not is_alive(rank)
+            assert client.post("/v1/completions", json=CONTROL).json()["choices"] == expected
+            wait_until_at_rest(client)
+            assert server.num_files <= num_files + 2
+        [rank] = children_of(server.engine_pid, "quire.engine.rank_main")
+    assert not is_alive(rank), "it ends with the server"
+    report("ranks killed under streams", dose(2))
