@@ -32,7 +32,7 @@ def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """`quire` with a shape named "tiny", and "wordy" with more tokens, on the reference kernels: compiling others takes
     longer than the tests."""
 
-    def reference(*arguments: object) -> KernelChoice:
+    def reference(*arguments: object, **options: object) -> KernelChoice:
         return select_kernels("reference")
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)

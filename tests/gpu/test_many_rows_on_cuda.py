@@ -10,10 +10,12 @@ from quire.kernels.select import select_kernels
 from tests.sim.many_rows import ManyRows, assert_all_happened, run_many_rows, torch_runner
 
 LARGE = ManyRows(rows=256, max_prompt=128, max_output=512, num_blocks=3_000, num_host_blocks=800, step_tokens=1_024)
+FEWER = replace(LARGE, rows=64, num_blocks=750, max_drafts=7)
 
 
-@pytest.mark.parametrize("load", [LARGE, replace(LARGE, max_drafts=1), replace(LARGE, rows=64, max_drafts=7)],
-                         ids=["without drafts", "1 draft", "64 rows, 7 drafts"])  # fmt: skip
+@pytest.mark.parametrize(
+    "load", [LARGE, replace(LARGE, max_drafts=1), FEWER], ids=["without drafts", "1 draft", "64 rows, 7 drafts"]
+)
 def test_a_million_tokens_are_right(load: ManyRows, dose: Callable[[int], int]) -> None:
     choice, num_tokens = select_kernels("cuda"), dose(1_000_000)
     assert choice.row_kernels is not None, choice.reason
