@@ -182,7 +182,7 @@ def test_a_row_is_waited_for_before_it_is_taken() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_the_limit_of_preemptions_holds(most: int) -> None:
-    """Within a term, which does not end here."""
+    """Within a time slice, which does not end here."""
     bench = Bench(blocks=400, rows=2, policy=policy_of(max_preemptions=most))
     hostile = flood(bench, 2)
     for i in range(8):
@@ -194,9 +194,9 @@ def test_the_limit_of_preemptions_holds(most: int) -> None:
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_term(priority: int) -> None:
-    """The others are of its class, or of a higher one. It loses its rows once a term, and ends all the same."""
-    order = OrderPolicy(share_patience_s=0.0, share_term_s=5.0, ageing_s=0.0)
+def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_time_slice(priority: int) -> None:
+    """The others are of its class, or of a higher one. It loses its rows once a slice, and ends all the same."""
+    order = OrderPolicy(share_patience_s=0.0, share_slice_s=5.0, ageing_s=0.0)
     bench = Bench(blocks=400, rows=4, policy=policy_of(order, max_preemptions=0), oracle=True)
     bench.now_s = 1.0
     large = bench.add_group([7, 8, 9], 30, 4, tenant="large", priority=priority)
@@ -213,7 +213,7 @@ def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_ter
     late = bench.add([30], 2, tenant="quiet")
     bench.now_s = 10.9
     bench.turns(bench.scheduler.kv.block_size + 2)
-    assert bench.num_preemptions == 1, "the next term began when its tokens were computed again"
+    assert bench.num_preemptions == 1, "the next slice began when its tokens were computed again"
     bench.now_s = 11.0
     bench.turns(bench.scheduler.kv.block_size + 2)
     assert bench.num_preemptions == 2
@@ -223,9 +223,9 @@ def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_ter
 
 
 def test_within_its_share_a_request_that_was_preempted_too_often_keeps_its_rows() -> None:
-    """Six rows, three tenants. No term is left for any; the two rows that are due come from the one with four, though
+    """Six rows, three tenants. No slice is left to any; the two rows that are due come from the one with four, though
     the other is of a lower class."""
-    order = OrderPolicy(share_patience_s=0.0, share_term_s=0.0)
+    order = OrderPolicy(share_patience_s=0.0, share_slice_s=0.0)
     bench = Bench(blocks=400, rows=6, policy=policy_of(order, max_preemptions=0))
     modest = bench.add_group([7, 8, 9], LENGTH, 2, tenant="modest", priority=1)
     flood(bench, 4, "flood", num_prompt=15)

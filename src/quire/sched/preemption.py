@@ -266,8 +266,8 @@ def choose_above_share(
 
 class _FailedSearch(NamedTuple):
     """A search without result: it holds while the same groups have rows and no less is missing. Where shares count it
-    is repeated after as many steps as a block has tokens: tenants come above their shares as rows grow, and terms
-    end."""
+    is repeated after as many steps as a block has tokens: tenants come above their shares as rows grow, and time
+    slices end."""
 
     order: int
     rows: int  # its generation
@@ -278,7 +278,7 @@ class _FailedSearch(NamedTuple):
 
 
 class Preemption:
-    """Preempts groups, least lost work first, each a bounded number of times; then only for a share, once a term."""
+    """Preempts groups, least lost work first, each a bounded number of times, then once a time slice for a share."""
 
     __slots__ = ("_failed_search", "_state")
 
@@ -371,7 +371,7 @@ class Preemption:
 
     def _preemptible(self, priority: int) -> tuple[list[PreemptionCandidate], list[PreemptionCandidate]]:
         """Groups of lower classes, and of this class."""
-        over = self._terms_over()
+        over = self._slices_over()
         free = [each for each in self._candidates() if self._is_preemptible(each.group) or each.group in over]
         lower = [each for each in free if each.group.request.priority > priority]
         return lower, [each for each in free if each.group.request.priority == priority]
@@ -398,22 +398,22 @@ class Preemption:
     def _is_preemptible(self, group: RequestGroup) -> bool:
         return group.num_preemptions < self._state.policy.max_preemptions
 
-    def _terms_over(self) -> set[RequestGroup]:
-        """Groups that were preempted too often, and have kept their rows for a term since all their tokens were
-        computed again, while their tenants are above a share. Without a term one of them could keep every row to its
-        end; recomputing is not part of it, so each term makes progress."""
+    def _slices_over(self) -> set[RequestGroup]:
+        """Groups that were preempted too often, and have kept their rows for a time slice since all their tokens were
+        computed again, while their tenants are above a share. Without one, any of them could keep every row to its
+        end; recomputing is not part of it, so each slice makes progress."""
         state, order = self._state, self._state.policy.order
         if not order.fair or state.shares.num_active < 2:
             return set()
         kept = {sequence.group for sequence in state.rows.assigned.values()}
-        kept = {group for group in kept if not self._is_preemptible(group) and self._is_term_over(group)}
+        kept = {group for group in kept if not self._is_preemptible(group) and self._is_slice_over(group)}
         held = TenantBlocks(state) if kept else None
         return {group for group in kept if held is not None and held.may_take(group)}
 
-    def _is_term_over(self, group: RequestGroup) -> bool:
+    def _is_slice_over(self, group: RequestGroup) -> bool:
         state = self._state
         computed = all(sequence.caught_up for sequence in state.running_sequences(group))
-        return computed and state.now_s - group.caught_up_s >= state.policy.order.share_term_s
+        return computed and state.now_s - group.caught_up_s >= state.policy.order.share_slice_s
 
     def _candidates(self) -> Iterator[PreemptionCandidate]:
         """Every running group, once."""

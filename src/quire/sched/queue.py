@@ -38,14 +38,14 @@ class OrderPolicy:
     long_prompt: int = 8192  # tokens; prompts with at least this many to compute take the long lane
     lane_patience_s: float = 1.0  # a long prompt that has waited this long no longer yields to short ones
     share_patience_s: float = 0.1  # a tenant below its share waits this long for a row before others are preempted
-    share_term_s: float = 2.0  # what a group that was preempted too often keeps for so long, if it is beyond a share
+    share_slice_s: float = 2.0  # a group that was preempted too often keeps what is beyond a share for this long
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
             if not (isfinite(weight) and weight > 0):
                 raise ConfigError(f"Tenant {tenant!r} has weight {weight}; a weight is a number above 0.")
         times_s = {
-            name: getattr(self, name) for name in ("ageing_s", "lane_patience_s", "share_patience_s", "share_term_s")
+            name: getattr(self, name) for name in ("ageing_s", "lane_patience_s", "share_patience_s", "share_slice_s")
         }
         for name, seconds in times_s.items():
             if not (isfinite(seconds) and seconds >= 0):

@@ -168,9 +168,9 @@ class _CheckedPreemption(Preemption):
         before, running = counters.share_preemptions, self._running()
         held = {each: self._held(each) for each in running}
         kept = {each for each in running if not self._is_preemptible(each)}
-        kept -= {each for each in kept if self._has_kept_for_a_term(each, held)}
+        kept -= {each for each in kept if self._has_kept_for_a_slice(each, held)}
         found = super().preempt_for_waiting(group, num_rows, shortage, below_share=below_share)
-        assert not kept - self._running(), f"{kept - self._running()} were preempted once more, within their term"
+        assert not kept - self._running(), f"{kept - self._running()} were preempted once more, within their slice"
         if counters.share_preemptions > before:
             tenant, waited_s = group.request.tenant, state.now_s - state.waiting._queued[group.order].since_s
             assert waited_s >= state.policy.order.share_patience_s, f"{group} has waited for {waited_s} s only"
@@ -206,7 +206,7 @@ class _CheckedPreemption(Preemption):
         """A group that is due rows or blocks takes them within as many steps as a block has tokens, if all that may be
         preempted for it is enough."""
         state, kv = self._state, self._state.kv
-        free = [each for each in held if self._is_preemptible(each) or self._has_kept_for_a_term(each, held)]
+        free = [each for each in held if self._is_preemptible(each) or self._has_kept_for_a_slice(each, held)]
         lower = [each for each in free if each.request.priority > group.request.priority]
         equal = [each for each in free if each.request.priority == group.request.priority]
         misses = waits and not state.rows.releasing
@@ -224,7 +224,7 @@ class _CheckedPreemption(Preemption):
         self._num_missed = self._num_missed + 1 if misses else 0
         assert self._num_missed <= kv.block_size, f"{group} is due, and others keep more than their share"
 
-    def _has_kept_for_a_term(self, group: RequestGroup, held: "_BlocksByGroup") -> bool:
+    def _has_kept_for_a_slice(self, group: RequestGroup, held: "_BlocksByGroup") -> bool:
         """Whether a group that was preempted too often may be once more, for a tenant below its share."""
         state, tenant = self._state, group.request.tenant
         if not state.policy.order.fair or state.shares.num_active < 2:
@@ -232,7 +232,7 @@ class _CheckedPreemption(Preemption):
         if any(sequence.num_computed < len(sequence.tokens) - 1 for sequence in state.running_sequences(group)):
             return False
         above = self._num_rows(held, tenant) > self._shares(state.rows.max_rows)[tenant]
-        within = state.now_s - group.caught_up_s < state.policy.order.share_term_s
+        within = state.now_s - group.caught_up_s < state.policy.order.share_slice_s
         return not within and (above or tenant in self._tenants_above(held))
 
     def _num_computed(self, group: RequestGroup) -> int:
