@@ -3,10 +3,15 @@
 import json
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
+from quire.core.errors import BrokenJournal
+from quire.sched.journal.records import MAGIC, VERSION
+from quire.sched.journal.replay import read_journal
 from tests import children
 from tests.cli.commands import QUIRE, Shell
 
@@ -37,6 +42,52 @@ def test_what_is_no_journal_is_one_sentence(quire: Shell, tmp_path: Path) -> Non
     result = quire("replay", str(tmp_path / "no-journal"))
     assert result.status == 2
     assert "is not a quire journal" in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"hello", "is not a quire journal"),
+        (b"", "is not a quire journal"),
+        (MAGIC, "its settings cannot be read"),
+        (MAGIC + bytes((VERSION + 1,)), f"is a journal of version {VERSION + 1}; this quire reads version {VERSION}."),
+        (MAGIC + bytes((VERSION,)) + b"\x03{}", "its settings cannot be read"),
+    ],
+)
+def test_a_view_of_what_is_no_journal_is_one_sentence(quire: Shell, tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "journal").write_bytes(content)
+    result = quire("replay", str(tmp_path / "journal"), "--view")
+    assert result.status == 2 and words in result.err and "Traceback" not in result.err
+
+
+def test_a_view_needs_steps_and_a_port_needs_a_view(quire: Shell, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    quire("check", "--trial", "427", "--record", str(journal))
+    assert "--port is for --view" in quire("replay", str(journal), "--port", "9000").err
+    content = journal.read_bytes()
+    for size in range(len(content)):
+        with suppress(BrokenJournal):
+            journal.write_bytes(content[:size])
+            read_journal(journal)
+            break
+    result = quire("replay", str(journal), "--view")
+    assert result.status == 2 and "holds no step (cut off): there is nothing to show." in result.err.replace("\n", " ")
+
+
+def test_the_view_is_served_on_this_machine_until_ctrl_c(quire: Shell, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    quire("check", "--trial", "427", "--record", str(journal))
+    command = [QUIRE, "replay", str(journal), "--view", "--port", "0"]
+    with children.started(command, stderr=subprocess.PIPE, text=True) as view:
+        assert view.stderr is not None
+        words = view.stderr.readline().split()
+        url = next(word for word in words if word.startswith("http://127.0.0.1:"))
+        assert httpx.get(url + "/state").json()["replay"]["num_steps"] == 74
+        strangers = httpx.get(url + "/state", headers={"host": "stranger.example"})
+        assert strangers.status_code == 403 and "DNS rebinding" in strangers.text
+        view.send_signal(signal.SIGINT)
+        _, said = view.communicate(timeout=30)
+    assert (view.returncode, said) == (0, "Stopped.\n")
 
 
 def test_a_journal_that_cannot_be_written_is_one_sentence(quire: Shell, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """`quire check`: random workloads through the scheduler against an exact oracle. `quire replay`: the decisions of a
-journal, made again. Both end with one line of JSON."""
+journal, made again. Both end with one line of JSON; `quire replay --view` shows the decisions in the page /engine."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.progress import Progress
 
 from quire.cli.console import err
-from quire.core.errors import ConfigError, EngineFailed
+from quire.core.errors import BrokenJournal, ConfigError, EngineFailed
 from quire.core.process import die_with_parent
-from quire.sched.journal.replay import Condition
+from quire.sched.journal.replay import Condition, read_journal
 from quire.sched.journal.replay import replay as replay_journal
 from quire.sim.check.check import (
     CheckReport,
@@ -172,3 +172,23 @@ def replay(path: Path) -> int:
         summary["first_difference"] = difference._asdict()
     print(json.dumps(summary))
     return 1 if difference is not None or report.condition is Condition.DAMAGED else 0
+
+
+def view_replay(path: Path, port: int) -> None:
+    """Serve the page /engine over a journal, until Ctrl-C."""
+    contents = read_journal(path)
+    if not contents.num_absorbed:
+        raise BrokenJournal(f"{path} holds no step ({contents.condition.value}): there is nothing to show.")
+    from quire.cli.serve import listen
+    from quire.server.replay_view import HOST, ReplayPlayer, replay_server
+
+    player = ReplayPlayer(contents, time.monotonic)
+    with listen(HOST, port) as listening:
+        if notice := player.notice():
+            err.print(notice, style="yellow", markup=False)
+        url = f"http://{HOST}:{listening.getsockname()[1]}/engine"
+        err.print(f"{contents.num_absorbed:,} steps  →  {url}   (Ctrl-C ends)", markup=False, soft_wrap=True)
+        try:
+            replay_server(player).run([listening])
+        except KeyboardInterrupt:
+            err.print("Stopped.")

@@ -29,7 +29,7 @@ from quire.cli.options import (
 )
 from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.cli.printed_reply import ReplyModel
@@ -368,11 +368,21 @@ def check(
 
 @app.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
-def replay(file: str) -> None:
+@click.option("--view", is_flag=True, help="Show the steps in the page /engine, on this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT",
+              help="Of the page; 0: any free one.  [default: 8001]")  # fmt: skip
+def replay(file: str, view: bool, port: int | None) -> None:
     """Replay the scheduling decisions of a journal. The last line is one JSON object; status 1 if one differs."""
-    from quire.cli.check import replay as work
+    if not view:
+        if port is not None:
+            raise ConfigError("--port is for --view: add it, or leave out --port.", param="port")
+        from quire.cli.check import replay as work
 
-    raise SystemExit(work(Path(file)))
+        raise SystemExit(work(Path(file)))
+    check_packages("quire replay --view", "serve", "starlette", "uvicorn", "msgspec")
+    from quire.cli.check import view_replay
+
+    view_replay(Path(file), 8001 if port is None else port)
 
 
 @app.group(cls=QuireGroup)

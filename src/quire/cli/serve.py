@@ -81,7 +81,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
         engine_config(options["model"], options)
         read_served_model(options)
     report = LogWriter("plain", sys.stderr)  # never blocks on a slow reader, and never fails
-    with _listen(host, port) as listening, report.writing():  # refuses a used port before a model is loaded
+    with listen(host, port) as listening, report.writing():  # refuses a used port before a model is loaded
         url = f"{access.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         announce = partial(_announce, report.write, url, started_s)
         if tables:
@@ -199,7 +199,7 @@ def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -7,14 +7,14 @@ seconds. Does not depend on HTTP, and holds nothing of prompts or outputs.
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from quire.core.ids import Row
 from quire.core.request import RequestGroup, Sequence, SequenceState
-from quire.engine.engine import Engine
 from quire.kv.radix_tree import NodeView
+from quire.sched.scheduler import Scheduler
 
 MAX_CELLS = 2048  # of the map: a larger pool shows several blocks as one cell
 MAX_STEPS = 512  # recorded
@@ -37,12 +37,20 @@ class StepView(NamedTuple):
     num_preemptions: int
 
 
+class ScheduledEngine(Protocol):
+    """What is viewed: an engine, or the replay of one's decisions."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+
 class EngineView:
     """Records the steps of an engine while it is watched, and describes its state."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: ScheduledEngine, clock: Callable[[], float], watched_s: float = WATCHED_S) -> None:
         self._engine = engine
         self._clock = clock
+        self._watched_s = watched_s
         self._watched_until_s = -1.0
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS)
         self._planned: dict[int, int] = {}  # tokens computed of the sequences that are not caught up, by id
@@ -83,7 +91,7 @@ class EngineView:
             self._steps.clear()
             self._planned.clear()
             self._num_preemptions = self._engine.scheduler.counters.preemptions
-        self._watched_until_s = now_s + WATCHED_S
+        self._watched_until_s = now_s + self._watched_s
         scheduler, pool = self._engine.scheduler, self._engine.scheduler.kv.pool
         running = scheduler.running_sequences()
         states, owners = self._cells(running)

@@ -78,21 +78,32 @@ async def explain(state: ServerState, request: Request) -> Response:
 async def engine_state(state: ServerState, request: Request) -> Response:
     """What the page /engine shows: the state now, and the steps after `since`. The admin sees the names of all clients
     in the queue, others their own."""
+    since = read_since(request)
+    identity = context_of(request.scope).identity
+    own = None if identity.admin else client_of(identity, request.scope).name
+    body = await state.engine_state.describe(since, own)
+    return Response(body, media_type="application/json")
+
+
+def read_since(request: Request) -> int:
+    """The newest step that the page /engine has."""
     since = request.query_params.get("since", "-1")
     if not since.removeprefix("-").isdecimal() or len(since) > _MAX_DIGITS:
         raise InvalidParameter(f"since must be the number of a step, not {shown(since)}.", param="since")
-    identity = context_of(request.scope).identity
-    own = None if identity.admin else client_of(identity, request.scope).name
-    body = await state.engine_state.describe(int(since), own)
-    return Response(body, media_type="application/json")
+    return int(since)
+
+
+def read_number(request: Request) -> int:
+    """The number of a request, in the path."""
+    number: str = request.path_params["number"]
+    if not number.isdecimal() or len(number) > _MAX_DIGITS:
+        raise UnknownRequest("A request has a number; the page /engine shows it.", param="number")
+    return int(number)
 
 
 async def explain_number(state: ServerState, request: Request) -> Response:
     """The scheduler's events of a request, by its number in the engine."""
-    number = request.path_params["number"]
-    if not number.isdecimal() or len(number) > _MAX_DIGITS:
-        raise UnknownRequest("A request has a number; the page /engine shows it.", param="number")
-    story = msgspec.json.decode(await state.engine.query("explain", int(number)))
+    story = msgspec.json.decode(await state.engine.query("explain", read_number(request)))
     if "problem" in story:
         raise UnknownRequest(story["problem"]["message"], param="number")
     return json_response(story)

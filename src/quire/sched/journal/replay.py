@@ -71,9 +71,11 @@ class ReplayReport:
         return self.step_bytes / max(self.steps, 1)
 
 
-class _Contents(NamedTuple):
+class JournalContents(NamedTuple):
     """A decoded journal."""
 
+    path: Path
+    num_bytes: int
     spec: SchedulerSpec
     records: tuple[Record, ...]
     emitted: dict[tuple[Row, int], IntArray]  # by row, and the step in which it was assigned
@@ -81,22 +83,25 @@ class _Contents(NamedTuple):
     condition: Condition
     step_bytes: int
 
+    @property
+    def num_absorbed(self) -> int:
+        return sum(isinstance(record, AbsorbRecord) for record in self.records)
+
 
 def replay(path: Path) -> ReplayReport:
     """Raises `BrokenJournal` for a file that is not a journal."""
+    contents = read_journal(path)
+    replayer = Replayer(contents)
+    while replayer.advance():
+        pass
+    return ReplayReport(
+        replayer.num_planned, replayer.difference, contents.condition, contents.num_bytes, contents.step_bytes
+    )
+
+
+def read_journal(path: Path) -> JournalContents:
+    """Read a journal up to the first record that is missing or unreadable. Raises `BrokenJournal`."""
     data = path.read_bytes()
-    contents = _read(path, data)
-    try:
-        replayer = _Replayer(contents)
-    except (AssertionError, TypeError, ValueError) as broken:
-        raise BrokenJournal(f"{path} has a valid header, but its settings are invalid: {broken}.") from broken
-    difference = replayer.run(contents.records)
-    steps = replayer.num_planned
-    return ReplayReport(steps, difference, contents.condition, len(data), contents.step_bytes)
-
-
-def _read(path: Path, data: bytes) -> _Contents:
-    """Read a journal up to the first record that is missing or unreadable."""
     decoder = RecordDecoder(data)
     if data[: len(MAGIC)] != MAGIC:
         raise BrokenJournal(f"{path} is not a quire journal; `quire check --record FILE` writes one.")
@@ -131,46 +136,59 @@ def _read(path: Path, data: bytes) -> _Contents:
         else:
             records.append(record)
             step_bytes += decoder.position - start if isinstance(record, PlanRecord | AbsorbRecord) else 0
-    return _Contents(spec, tuple(records), emitted, tuple(decisions), condition, step_bytes)
+    return JournalContents(path, len(data), spec, tuple(records), emitted, tuple(decisions), condition, step_bytes)
 
 
-class _Replayer:
-    """A new scheduler, given the recorded calls and step results."""
+class Replayer:
+    """A new scheduler, given the recorded calls and step results, one step after another."""
 
-    def __init__(self, contents: _Contents) -> None:
+    def __init__(self, contents: JournalContents) -> None:
         spec = contents.spec
         decisions = iter(contents.decisions)
-        self._scheduler = Scheduler(
-            spec.kv(lambda start, stop: next(decisions, True)),
-            max_rows=spec.max_rows,
-            max_step_tokens=spec.max_step_tokens,
-            policy=spec.policy,
-            cost=spec.cost(),
-        )
+        try:
+            self.scheduler = Scheduler(
+                spec.kv(lambda start, stop: next(decisions, True)),
+                max_rows=spec.max_rows,
+                max_step_tokens=spec.max_step_tokens,
+                policy=spec.policy,
+                cost=spec.cost(),
+            )
+        except (AssertionError, TypeError, ValueError) as broken:
+            raise BrokenJournal(
+                f"{contents.path} has a valid header, but its settings are invalid: {broken}."
+            ) from broken
+        self._records = iter(contents.records)
         self._emitted = contents.emitted
         self._expected = ExpectedEmitters(spec.max_rows)
         self._drafting: deque[IntArray] = deque()  # rows with drafts of the steps in flight
         self._tokens: dict[int, Iterator[int]] = {}  # still to be emitted, by row
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_planned = 0
+        self.difference: Difference | None = None
+        self.now_s = 0.0  # of the last step
+        self.started_s = 0.0  # when it was planned, or the one before it was absorbed
+        self._planned_s: deque[float] = deque()  # when the steps in flight were planned
 
-    def run(self, records: tuple[Record, ...]) -> Difference | None:
-        for record in records:
+    def advance(self) -> bool:
+        """Repeat the calls up to the next absorbed step. False: none is left, or a decision differs."""
+        while self.difference is None and (record := next(self._records, None)) is not None:
             try:
-                difference = self._apply(record)
+                self.difference = self._apply(record)
             except Exception as broken:  # a modified record may be an impossible call
                 error = f"{type(broken).__name__}: {broken}"
-                return Difference(self.num_planned, type(record).__name__, error)
-            if difference is not None:
-                return difference
-        return None
+                self.difference = Difference(self.num_planned, type(record).__name__, error)
+            if isinstance(record, AbsorbRecord) and self.difference is None:
+                return True
+        return False
 
     def _apply(self, record: Record) -> Difference | None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if isinstance(record, PlanRecord):
             return self._plan(record)
         if isinstance(record, AbsorbRecord):
             scheduler.absorb(self._result(record), record.now_s)
+            begun_s = max(self.now_s, self._planned_s.popleft())
+            self.started_s, self.now_s = min(begun_s, record.now_s), record.now_s  # the clock may have been set
         elif isinstance(record, ArrivalRecord):
             sequences = scheduler.add(record.request, record.now_s)
             self._sequences.update((sequence.id, sequence) for sequence in sequences)
@@ -191,7 +209,7 @@ class _Replayer:
         return None
 
     def _apply_control(self, record: ControlRecord) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if record.kind is RecordKind.DRAINED:
             scheduler.drain()
         elif record.kind is RecordKind.CACHE_RESET:
@@ -201,6 +219,7 @@ class _Replayer:
         elif record.kind is RecordKind.STEPS_LOST:
             self._expected.lose()
             self._drafting.clear()
+            self._planned_s.clear()
             scheduler.lose_steps(keep_cache=bool(record.number))
         elif record.kind is RecordKind.WITHDRAWN:
             scheduler.withdraw_all()
@@ -209,8 +228,8 @@ class _Replayer:
             scheduler.fail_largest()
 
     def _plan(self, recorded: PlanRecord) -> Difference | None:
-        plan = self._scheduler.plan(recorded.now_s)
-        version = self._scheduler.cost.version
+        plan = self.scheduler.plan(recorded.now_s)
+        version = self.scheduler.cost.version
         same = (None if plan is None else checksum(plan)) == (None if recorded.summary is None else recorded.checksum)
         if not same or version != recorded.cost_version:
             replayed = _described(None if plan is None else summarise(plan), version)
@@ -218,6 +237,7 @@ class _Replayer:
         if plan is not None:
             self._expected.launch(plan)
             self._drafting.append(plan.drafts.rows)
+            self._planned_s.append(recorded.now_s)
             self._queue_tokens(plan)
             self.num_planned += 1
         return None
@@ -236,7 +256,7 @@ class _Replayer:
         passes = [np.flatnonzero(emitting).astype(np.int32), *further]
         rows = np.concatenate(passes)
         tokens = np.array([next(self._tokens[row], 0) for row in rows.tolist()], dtype=np.int32)
-        step = self._scheduler.last_absorbed + 1
+        step = self.scheduler.last_absorbed + 1
         starts = np.cumsum([len(each) for each in passes[:-1]]).tolist()
         verified = Verified(drafting, record.drafted, record.accepted)
         return StepResult(

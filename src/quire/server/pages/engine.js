@@ -1,7 +1,8 @@
-// The live view: asks the server for what is new while the page is visible, and draws it.
+// The live view: asks the server for what is new while the page is visible, and draws it. A replay is shown the same way.
 
 import { apiKey, byId, element, request } from "./dom.js";
 import { Timeline, buckets, duration, grid, hue, icicle, quantile } from "./engine_state.js";
+import { bindReplay, replayPauseMs, showReplay } from "./replay.js";
 
 const STATE_MS = 500; // between two questions
 const METRICS_MS = 2000;
@@ -10,6 +11,7 @@ const LATENCIES = { TTFT: "time_to_first_token_seconds", ITL: "inter_token_laten
 const timeline = new Timeline();
 let paused = false;
 let latest = null;
+let failed = false;
 let earlierPage = null;
 const latencies = {};
 
@@ -113,7 +115,7 @@ function drawTimeline(view) {
   });
   byId("time-text").textContent = steps.length
     ? `Steps ${steps[0].step} to ${timeline.last}, the newest on the right; ${view.rows.length} of ${view.max_rows} rows in use.`
-    : "No step since this page was opened. Ask something in the chat.";
+    : view.replay ? "No step yet." : "No step since this page was opened. Ask something in the chat.";
 }
 
 function drawSpeed() {
@@ -199,24 +201,38 @@ function notice(text, needsKey = false) {
   byId("key-form").hidden = !needsKey;
 }
 
-async function readState() {
-  if (!paused && !document.hidden) {
-    try {
-      const since = timeline.last;
-      latest = await (await request(`engine/state?since=${since}${ofModel("&")}`)).json();
-      if (latest.step < since) timeline.steps = []; // the engine was restarted
-      timeline.add(latest.steps);
-      notice("");
-      if (!paused) draw(); // paused while it was asked
-    } catch (error) {
-      notice(error.message, error.status === 401);
+const stateSince = async (step) => (await request(`engine/state?since=${step}${ofModel("&")}`)).json();
+
+async function askState() {
+  try {
+    const since = timeline.last;
+    latest = await stateSince(since);
+    if (latest.step < since) { // the engine was restarted, or the replay went back
+      timeline.steps = [];
+      latest = await stateSince(-1);
     }
+    timeline.add(latest.steps);
+    failed = false;
+    showReplay(latest.replay);
+    notice(latest.replay?.notice ?? "");
+    if (!paused) draw(); // paused while it was asked
+  } catch (error) {
+    failed = true;
+    notice(error.message, error.status === 401);
   }
-  setTimeout(readState, byId("notice").hidden ? STATE_MS : 2000);
+}
+
+let asked = Promise.resolve();
+/** One question after another: steps are added in order. */
+const readState = () => (asked = asked.then(askState));
+
+async function keepReading() {
+  if (!paused && !document.hidden) await readState();
+  setTimeout(keepReading, failed ? 2000 : latest?.replay ? replayPauseMs(latest.replay) : STATE_MS);
 }
 
 async function readMetrics() {
-  if (!paused && !document.hidden && byId("notice").hidden) {
+  if (!paused && !document.hidden && !failed) {
     try {
       const page = await (await request("metrics")).text();
       for (const [name, metric] of Object.entries(LATENCIES)) {
@@ -245,11 +261,17 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 addEventListener("resize", draw);
 byId("models").addEventListener("change", () => { timeline.steps = []; });
-request("v1/models").then((response) => response.json()).then(({ data }) => {
+function listModels({ data }) {
   byId("models").hidden = data.length < 2 || !data[0].status;
   byId("model").textContent = byId("models").hidden ? data[0].id : "";
   if (byId("models").hidden) return;
   byId("models").append(new Option("the one used last", ""), ...data.filter(({ id, root }) => id === root).map(({ id }) => new Option(id, id)));
-}, () => {});
-readState();
-readMetrics();
+}
+
+bindReplay(readState, notice);
+readState().then(() => {
+  keepReading();
+  if (latest?.replay) return;
+  request("v1/models").then((response) => response.json()).then(listModels, () => {});
+  readMetrics();
+});

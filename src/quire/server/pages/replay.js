@@ -1,0 +1,60 @@
+// The controls of a replay (`quire replay FILE --view`): play, pause, step, speed and position.
+
+import { byId, request } from "./dom.js";
+
+let shown = null; // the state of the replay, as the server sent it last
+let wanted = null; // a position that was chosen and not sent yet
+let sending = false;
+
+/** Show where the replay stands; undefined: this is a live engine. */
+export function showReplay(replay) {
+  shown = replay ?? null;
+  byId("replay").hidden = shown === null;
+  if (shown === null) return;
+  byId("pause").hidden = true;
+  for (const link of document.querySelectorAll("header a")) link.hidden = true;
+  byId("model").textContent = shown.name;
+  const ended = shown.position >= shown.num_steps;
+  byId("play").textContent = shown.playing ? "Pause" : ended ? "Play again" : "Play";
+  byId("back").disabled = shown.target === 0;
+  byId("forward").disabled = shown.target >= shown.num_steps;
+  byId("position").max = shown.num_steps;
+  if (wanted === null) byId("position").value = shown.playing ? shown.position : shown.target;
+  byId("speed-choice").value = String(shown.speed);
+  const seeking = !shown.playing && shown.position !== shown.target ? `, going to ${shown.target.toLocaleString("en")}` : "";
+  const text = `${shown.position.toLocaleString("en")} of ${shown.num_steps.toLocaleString("en")} steps${seeking}`;
+  byId("position-text").textContent = text;
+  byId("position").setAttribute("aria-valuetext", text);
+}
+
+/** The time until the next question: short while something moves. */
+export const replayPauseMs = (replay) => (replay.playing || replay.position !== replay.target ? 100 : 1000);
+
+/** Let the controls work: `changed` asks for the state, `failed` shows a sentence. */
+export function bindReplay(changed, failed) {
+  const send = async (change) => {
+    try {
+      await request("replay", { body: change });
+      await changed();
+    } catch (error) {
+      failed(error.message);
+    }
+  };
+  /** Positions come faster than they are sent, while the slider is moved: the last one counts. */
+  const seek = async (position) => {
+    wanted = position;
+    if (sending) return;
+    sending = true;
+    while (wanted !== null) {
+      const next = wanted;
+      await send({ position: next, playing: false });
+      if (wanted === next) wanted = null;
+    }
+    sending = false;
+  };
+  byId("play").addEventListener("click", () => send({ playing: !shown.playing }));
+  byId("back").addEventListener("click", () => seek(Math.max(shown.position - 1, 0)));
+  byId("forward").addEventListener("click", () => seek(shown.position + 1));
+  byId("position").addEventListener("input", () => seek(Number(byId("position").value)));
+  byId("speed-choice").addEventListener("change", () => send({ speed: Number(byId("speed-choice").value) }));
+}

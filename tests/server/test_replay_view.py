@@ -1,0 +1,177 @@
+"""A journal in the page /engine: any step of it, played, stepped and searched."""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.sched.journal.records import MAGIC
+from quire.sched.journal.replay import Condition, Replayer, read_journal
+from quire.server.replay_view import ReplayControl, ReplayPlayer, replay_app
+from quire.sim.check.check import CheckReport, numpy_oracle, run_trial
+
+SEED = 427  # a scenario with preemptions
+
+
+class Uncloseable(io.BytesIO):
+    def close(self) -> None:
+        """Keeps what was written."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> bytes:
+    file = Uncloseable()
+    run_trial(SEED, CheckReport(0), numpy_oracle, journal=file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def journal(recorded: bytes, tmp_path: Path) -> Path:
+    path = tmp_path / "session.journal"
+    path.write_bytes(recorded)
+    return path
+
+
+class Watched:
+    """A player on a clock that moves when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.now_s = 0.0
+        self.player = ReplayPlayer(read_journal(path), lambda: self.now_s)
+
+    def wait(self, seconds: float) -> dict[str, object]:
+        self.now_s += seconds
+        return self.player.describe(-1)
+
+    def at(self, position: int) -> dict[str, object]:
+        self.player.control(ReplayControl(position=position))
+        return self.wait(0.1)
+
+
+def where(view: dict[str, object]) -> object:
+    return view["replay"]["position"]  # type: ignore[index]
+
+
+def test_the_replayer_stops_after_each_absorbed_step(journal: Path) -> None:
+    contents = read_journal(journal)
+    replayer, steps = Replayer(contents), []
+    while replayer.advance():
+        steps.append(replayer.scheduler.last_absorbed)
+        assert replayer.started_s <= replayer.now_s
+    assert replayer.difference is None and contents.condition is Condition.COMPLETE
+    assert len(steps) == contents.num_absorbed and steps == sorted(set(steps))
+
+
+def test_a_position_shows_the_same_from_both_sides(journal: Path) -> None:
+    watched = Watched(journal)
+    onward = [watched.at(position) for position in range(75)]
+    back = [watched.at(position) for position in range(74, -1, -1)]
+    for there, again in zip(onward, reversed(back), strict=True):
+        assert there == again
+    assert onward[0]["steps"] == [] and len(onward[74]["steps"]) == 74  # type: ignore[arg-type]
+    assert any(step["num_preemptions"] for step in onward[74]["steps"])  # type: ignore[attr-defined]
+    assert any(view["rows"] for view in onward) and any(view["queue"] for view in onward)
+    assert where(watched.at(10**9)) == 74, "beyond the end is the end"
+
+
+def test_playing_follows_the_clock_and_ends_at_the_end(journal: Path) -> None:
+    watched = Watched(journal)
+    assert where(watched.wait(10)) == 0, "it does not start by itself"
+    watched.player.control(ReplayControl(playing=True, speed=64))
+    assert where(watched.wait(0.25)) == 16
+    assert where(watched.wait(60)) == 48, "of the time in which no page asked, half a second counts"
+    assert where(watched.wait(0.5)) == 74
+    assert watched.player.status()["playing"] is False
+    watched.player.control(ReplayControl(playing=True))
+    assert where(watched.wait(0.25)) == 16, "played again from the start"
+    watched.player.control(ReplayControl(playing=False))
+    assert where(watched.wait(5)) == 16
+
+
+def test_a_long_way_is_gone_in_slices(journal: Path) -> None:
+    watched = Watched(journal)
+    ticks = iter(range(10**6))
+    watched.player = ReplayPlayer(read_journal(journal), lambda: next(ticks) * 0.02)  # every look at the clock is late
+    watched.player.control(ReplayControl(position=74))
+    positions = [where(watched.player.describe(-1)) for _ in range(40)]
+    assert 0 < positions[0] < positions[1] < 74 and positions[-1] == 74  # type: ignore[operator]
+
+
+def test_a_cut_journal_is_shown_up_to_the_cut(journal: Path, recorded: bytes) -> None:
+    journal.write_bytes(recorded[: len(recorded) // 2])
+    watched = Watched(journal)
+    num_steps = watched.player.status()["num_steps"]
+    assert isinstance(num_steps, int) and 0 < num_steps < 74
+    assert watched.player.notice() == f"The journal is cut off; {num_steps} steps of it can be replayed."
+    assert where(watched.at(10**6)) == num_steps
+
+
+def test_a_changed_journal_ends_where_a_decision_differs(journal: Path, recorded: bytes) -> None:
+    differing = None
+    for place in range(len(MAGIC) + 1200, len(recorded) - 5):
+        journal.write_bytes(recorded[:place] + bytes([recorded[place] ^ 1]) + recorded[place + 1 :])
+        contents = read_journal(journal)
+        replayer = Replayer(contents)
+        while replayer.advance():
+            pass
+        if replayer.difference is not None and replayer.num_planned > 2:
+            differing = replayer.difference
+            break
+    assert differing is not None
+    watched = Watched(journal)
+    last = where(watched.at(10**6))
+    assert f"The replay ends after {last} steps: step {differing.step} is not as recorded." in watched.player.notice()
+    assert where(watched.at(0)) == 0
+    assert "is not as recorded" in watched.player.notice(), "it is known from then on"
+
+
+def ask(journal: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Use the application over a new player, whose clock stands still."""
+
+    async def run() -> None:
+        app = replay_app(ReplayPlayer(read_journal(journal), lambda: 0.0))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            await work(client)
+
+    asyncio.run(run())
+
+
+def test_the_page_and_its_controls_over_http(journal: Path) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        page = await client.get("/engine")
+        assert "script-src 'self'" in page.headers["content-security-policy"] and 'id="replay"' in page.text
+        assert (await client.get("/")).headers["location"] == "/engine"
+        assert (await client.get("/pages/replay.js")).status_code == 200
+        moved = await client.post("/replay", json={"position": 40})
+        assert moved.json()["target"] == 40
+        state = (await client.get("/engine/state?since=30")).json()
+        assert state["replay"]["position"] == 40 and state["replay"]["name"] == "session.journal"
+        assert [step["step"] for step in state["steps"]] == list(range(31, state["step"] + 1))
+        request = state["rows"][0]["request"]
+        story = (await client.get(f"/engine/requests/{request}/explain")).json()
+        assert "arrived with" in story["lines"][0]
+
+    ask(journal, work)
+
+
+WRONG = {
+    "position": {"position": -1},
+    "speed": {"speed": 0},
+    "playing": {"playing": 7},
+    "play": {"play": True},
+}
+
+
+def test_a_wrong_control_is_a_sentence(journal: Path) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for word, body in WRONG.items():
+            refused = await client.post("/replay", json=body)
+            assert refused.status_code == 400 and word in refused.json()["error"]["message"], refused.text
+        unknown = await client.get("/engine/requests/99999/explain")
+        assert unknown.status_code == 404 and "is not open at this step" in unknown.json()["error"]["message"]
+        assert (await client.get("/engine/state?since=x")).status_code == 400
+
+    ask(journal, work)
