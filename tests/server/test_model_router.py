@@ -78,6 +78,8 @@ def test_models_are_listed_with_their_state(pair: LocalServer) -> None:
         assert client.get("/health").status_code == 200
         load = client.get("/load").json()
         assert load["models"]["b"]["engine"] == "ready" and load["server_load"] == 0
+        assert client.get("/server_info").json()["served_model_name"] == "a"
+        assert [each["dp_rank"] for each in client.get("/get_load").json()] == [0, 1]
 
 
 def test_an_unknown_name_is_a_404_that_lists_the_names(pair: LocalServer) -> None:

@@ -14,6 +14,7 @@ from tests.server.server_process import wait_until_at_rest
 ASKED_FOR = {
     "Gateway API inference extension": {
         "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:cache_config_info",
+        "vllm:lora_requests_info",
     },
     "production stack": {
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc",
@@ -67,7 +68,7 @@ def test_an_alias_has_the_values_of_its_source(samples: dict[str, list[Sample]])
         "time_per_output_token": "inter_token_latency",
     }
     for name, aliases in samples.items():
-        if not name.startswith("vllm:") or name == "vllm:cache_config_info":
+        if not name.startswith("vllm:") or name in ("vllm:cache_config_info", "vllm:lora_requests_info"):
             continue
         own = name.removeprefix("vllm:")
         before = next((alias for alias in others if own.startswith(alias)), "")
@@ -86,6 +87,13 @@ def test_the_size_of_the_cache_is_a_label(samples: dict[str, list[Sample]]) -> N
     blocks = sum(each.value for each in samples["quire_kv_blocks"] if each.labels["state"] != "host")
     assert config.value == 1 and int(config.labels["block_size"]) == 16
     assert int(config.labels["num_gpu_blocks"]) == blocks
+
+
+def test_no_adapter_is_said_to_be_loaded(samples: dict[str, list[Sample]]) -> None:
+    [lora] = samples["vllm:lora_requests_info"]
+    assert (lora.labels["max_lora"], lora.labels["running_lora_adapters"], lora.labels["waiting_lora_adapters"]) == (
+        "0", "", "",
+    )  # fmt: skip
 
 
 def test_without_an_engine_there_is_a_page() -> None:

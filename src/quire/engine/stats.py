@@ -121,6 +121,7 @@ class EngineStats:
     num_running: int  # requests with rows
     num_waiting: int
     num_waiting_tokens: int
+    block_size: int
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int  # in the prefix tree
@@ -172,6 +173,7 @@ def stats_of(engine: Engine) -> EngineStats:
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_waiting_tokens=scheduler.num_waiting_tokens,
+        block_size=kv.block_size,
         num_blocks=pool.num_in_service,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,

@@ -1,13 +1,17 @@
 """Operations endpoints: health, readiness, load, metrics; with the admin key explain, abort, cache reset, pause.
 
-Health is progress: it follows from what the engine's loop does, not from this process being alive.
+Health is progress: it follows from what the engine's loop does, not from this process being alive. What routers ask of
+their workers (`/server_info`, `/model_info`, `/get_load`) has SGLang's fields.
 """
+
+from collections.abc import Iterable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.engine.stats import EngineInfo, EngineStats
 from quire.server.admission import client_of
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health
@@ -16,6 +20,7 @@ from quire.server.http.request_context import context_of
 from quire.server.http.sse import json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.request.decode import read
+from quire.version import __version__
 
 _MAX_DIGITS = 18
 
@@ -62,6 +67,66 @@ async def load(state: ServerState, request: Request) -> Response:
             "waiting_for": stats.waiting_for,
         }
     return json_response(body)
+
+
+async def server_info(state: ServerState, request: Request) -> Response:
+    """SGLang's: what a router registers a worker with. Of several models, the first."""
+    listed = state.models[0]
+    info = listed.info
+    engine = {} if info is None else _engine_info(info)
+    names = {"model_path": listed.model.name, "served_model_name": listed.model.name}
+    return json_response(
+        {**names, "tp_size": 1, "dp_size": 1, "context_length": listed.model.max_model_len, **engine,
+         "disaggregation_mode": "null", "version": __version__}
+    )  # fmt: skip
+
+
+def _engine_info(info: EngineInfo) -> dict[str, object]:
+    return {
+        "tp_size": info.tensor_parallel_size,
+        "max_running_requests": info.max_num_seqs,
+        "max_total_num_tokens": info.num_blocks * info.block_size,
+        "page_size": info.block_size,
+        "device": info.device,
+        "dtype": info.dtype,
+        "disable_radix_cache": not info.caches_prefixes,
+    }
+
+
+async def model_info(state: ServerState, request: Request) -> Response:
+    """SGLang's. Of several models, the first."""
+    model = state.models[0].model
+    body: dict[str, object] = {
+        "model_path": model.name,
+        "tokenizer_path": model.name,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+    if model.summary is not None:
+        body["model_type"] = model.summary.spec.family
+    return json_response(body)
+
+
+async def get_load(state: ServerState, request: Request) -> Response:
+    return loads([state.engine.stats])
+
+
+def loads(engines: Iterable[EngineStats | None]) -> Response:
+    """SGLang's load of each engine: requests, and the tokens that they hold and wait for."""
+    entries = []
+    for rank, stats in enumerate(stats for stats in engines if stats is not None):
+        held = stats.num_blocks - stats.num_free_blocks - stats.num_evictable_blocks
+        entries.append(
+            {
+                "dp_rank": rank,
+                "num_reqs": stats.num_running + stats.num_waiting,
+                "num_waiting_reqs": stats.num_waiting,
+                "num_tokens": held * stats.block_size + stats.num_waiting_tokens,
+            }
+        )
+    return Response(msgspec.json.encode(entries), media_type="application/json")
 
 
 async def metrics(state: ServerState, request: Request) -> Response:

@@ -153,6 +153,7 @@ def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str
 
 
 _REFUSED = ("create", "copy", "push")  # of Ollama's API
+_SERVER_INFO, _MODEL_INFO = ("/server_info", "/get_server_info"), ("/model_info", "/get_model_info")  # new and old
 OPENAI = (
     Endpoint("POST", "/v1/chat/completions", chat_completions, "Create a chat completion.", ChatBody, generates=True),
     Endpoint("POST", "/v1/completions", completions, "Create text completions.", CompletionBody, generates=True),
@@ -213,6 +214,11 @@ TOKENIZER = (  # as vLLM and llama.cpp have them
     Endpoint("GET", "/tokenizer_info", models.tokenizer_info, "The model's tokenizer configuration."),
     Endpoint("POST", "/apply-template", models.apply_template, "Apply the chat template.", ApplyTemplateBody),
 )
+ROUTERS = (  # what routers ask of a worker, as SGLang has it
+    *(Endpoint("GET", path, admin.server_info, "Server info in SGLang's format.") for path in _SERVER_INFO),
+    *(Endpoint("GET", path, admin.model_info, "Model info in SGLang's format.") for path in _MODEL_INFO),
+    Endpoint("GET", "/get_load", admin.get_load, "Load in SGLang's format."),
+)
 MONITORING = (
     Endpoint("GET", "/health", admin.health, "Liveness: the engine makes progress."),
     Endpoint("GET", "/ready", admin.ready, "Readiness: a request sent now would be served."),
@@ -229,7 +235,7 @@ ADMIN = (
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
-ENDPOINTS = (*OPENAI, *FILES, *ANTHROPIC, *TGI, *OLLAMA, *LLAMACPP, *TOKENIZER, *MONITORING, *ADMIN)
+ENDPOINTS = (*OPENAI, *FILES, *ANTHROPIC, *TGI, *OLLAMA, *LLAMACPP, *TOKENIZER, *ROUTERS, *MONITORING, *ADMIN)
 STATIC_ROUTES = static_routes()
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)

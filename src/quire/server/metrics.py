@@ -326,7 +326,7 @@ class VllmMetrics:
 
     Gateway API inference extension, llm-d, vLLM's production stack, KEDA scalers and vLLM's Grafana dashboard read
     `vllm:…` series with the label `model_name`. Each alias has the samples of one of our families, so both always
-    agree. There are no aliases where nothing is measured (LoRA adapters).
+    agree. LoRA adapters are not served: the series that says which are loaded is there, and empty.
     """
 
     def __init__(self, model_name: str, info: Callable[[], EngineInfo | None]) -> None:
@@ -344,6 +344,10 @@ class VllmMetrics:
             config = GaugeMetricFamily("vllm:cache_config_info", "Size of the KV cache.", labels=[*self._label, *cache])
             config.add_metric([*self._label.values(), *cache.values()], 1.0)
             yield config
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        lora = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters: none.", labels=[*self._label, *adapters])
+        lora.add_metric([*self._label.values(), *adapters.values()], 1.0)
+        yield lora
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         alias = Metric(name, f"{family.documentation} As {family.name}.", family.type)

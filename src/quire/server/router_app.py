@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import Draining, InvalidParameter, shown
-from quire.server.admin import AbortBody, UnknownRequest
+from quire.server.admin import AbortBody, UnknownRequest, loads
 from quire.server.admission import ServerPaused, ShareExhausted, client_of, timeout_header
 from quire.server.app import ENDPOINTS, Application, Endpoint
 from quire.server.engine_supervisor import Health
@@ -38,8 +38,9 @@ from quire.server.request.decode import read
 SHARED = frozenset(
     {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items",
      "/v1/models", "/v1/models/{name:path}", "/api/tags", "/api/ps", "/api/show", "/api/version", "/api/pull",
-     "/api/delete", "/api/create", "/api/copy", "/api/push", "/version", "/v1/files", "/v1/files/{file_id}",
-     "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"}
+     "/api/delete", "/api/create", "/api/copy", "/api/push", "/version", "/server_info", "/get_server_info",
+     "/model_info", "/get_model_info", "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
+     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"}
 )  # fmt: skip
 # By the parameter `model` of the query. The first ones load it; the others are of an engine as it is.
 BY_QUERY = frozenset({"/info", "/props", "/tokenizer_info"})
@@ -328,6 +329,10 @@ async def load(server: RoutedServer, request: Request) -> Response:
     return json_response({**open_now, **sums, "models": models})
 
 
+async def get_load(server: RoutedServer, request: Request) -> Response:
+    return loads(slot.server.engine.stats for slot in server.router.slots)
+
+
 async def metrics(server: RoutedServer, request: Request) -> Response:
     return Response(server.metrics.page(server), media_type=CONTENT_TYPE)
 
@@ -378,6 +383,7 @@ HANDLERS: dict[str, Handler] = {
     "/health": health,
     "/ready": ready,
     "/load": load,
+    "/get_load": get_load,
     "/metrics": metrics,
     "/requests/{request_id}/explain": explain,
     "/abort_requests": abort,

@@ -162,6 +162,25 @@ def test_the_version(http: httpx.Client) -> None:
     assert http.get("/version").json() == {"version": __version__}
 
 
+def test_routers_are_told_the_model_and_the_load(http: httpx.Client) -> None:
+    """As SGLang's server says it, under the new paths and the old ones."""
+    model = http.get("/v1/models").json()["data"][0]
+    server = http.get("/server_info").json()
+    assert server == http.get("/get_server_info").json()
+    assert (server["served_model_name"], server["context_length"]) == (model["id"], model["max_model_len"])
+    assert (server["tp_size"], server["dp_size"], server["version"]) == (1, 1, __version__)
+    assert server["max_total_num_tokens"] % server["page_size"] == 0 and server["max_running_requests"] > 0
+    described = http.get("/model_info").json()
+    assert described == http.get("/get_model_info").json()
+    assert (described["model_path"], described["is_generation"], described["model_type"]) == (
+        model["id"],
+        True,
+        "llama",
+    )
+    [load] = http.get("/get_load").json()
+    assert load.keys() == {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"} and load["num_waiting_reqs"] == 0
+
+
 def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Client) -> None:
     response = http.get("/openapi.json").json()
     assert set(response["paths"]) == {
@@ -169,6 +188,7 @@ def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Clien
         "/", "/generate", "/generate_stream", "/info", "/api/chat", "/completion", "/infill", "/props", "/slots",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version", "/engine/state",
+        "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load",
         "/requests/{request_id}/explain", "/engine/requests/{number}/explain",
         "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
     }  # fmt: skip
