@@ -24,6 +24,7 @@ _DEFAULT_CPU_ROWS = 64
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 SPECULATIVE = ("off", "ngram", "tree", "ngram+tree", "auto")
 OVERCOMMITS = ("never", "hedge", "optimistic")
@@ -139,10 +140,14 @@ class EngineConfig:
     load_format: str = _choice("--load-format", "auto", ("auto", "dummy"),
                                "dummy: random weights at a named shape such as qwen3-0.6b.")  # fmt: skip
     device: str = _choice("--device", "auto", ("auto", "cpu", "cuda"), "Where the model runs.")
-    dtype: str = _choice("--dtype", "auto", ("auto", *DTYPES), "Number format of weights and KV cache.")
+    dtype: str = _choice("--dtype", "auto", ("auto", *DTYPES), "Number format of weights and, by default, KV cache.")
     quantization: str = _choice(
         "--quantization", "auto", QUANTIZATIONS,
         "Weights on a CPU. auto: as the file stores them; int8, int4: quantized at load; none: as --dtype says.",
+    )  # fmt: skip
+    kv_cache_dtype: str = _choice(
+        "--kv-cache-dtype", "auto", KV_CACHE_DTYPES,
+        "Number format of the KV cache on a CPU. int8: half the bytes of 16 bits, with a scale per token and head.",
     )  # fmt: skip
     attention_backend: str = _choice(
         "--attention-backend", "auto", ATTENTION_BACKENDS,
@@ -240,6 +245,7 @@ class SettingsDict(TypedDict, total=False):
     device: str
     dtype: object  # a name, or torch's own
     quantization: str
+    kv_cache_dtype: str
     attention_backend: str
     batch_invariant: bool
     max_model_len: int | str | None
@@ -333,7 +339,8 @@ _FOREIGN = {
     "enable_chunked_prefill": "chunked prefill is always on; omit it",
     "chunked_prefill_size": _STEP,
     "n_batch": _STEP,
-    "kv_cache_dtype": "the KV cache has the format of the weights, which {dtype} sets",
+    "cache_type_k": "use {kv_cache_dtype}, for keys and values",
+    "cache_type_v": "use {kv_cache_dtype}, for keys and values",
     "trust_remote_code": "code of a model's folder is never run; omit it",
     "enable_auto_tool_choice": "tool calling is always enabled; omit it",
     "generation_config": "the model's own is read, and request fields override it; omit it",

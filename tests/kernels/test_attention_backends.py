@@ -139,6 +139,12 @@ def test_a_cpu_has_no_attention_backends():
     assert caught.value.param == "attention_backend"
 
 
+def test_a_gpu_stores_keys_and_values_as_the_weights_are():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 is for CPUs; .* Omit --kv-cache-dtype, or") as caught:
+        select.select_kernels("cuda", USUAL_NEEDS, kv_dtype=torch.int8)
+    assert caught.value.param == "kv_cache_dtype"
+
+
 def test_the_batch_invariant_mode_has_its_own_kernels_and_no_other_library(monkeypatch):
     from quire.kernels.gpu.batch_invariant import BatchInvariantKernels  # Triton, after its environment is set
 

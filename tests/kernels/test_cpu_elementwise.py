@@ -136,6 +136,12 @@ def test_heads_too_wide_for_the_native_kernels_are_computed_by_torch():
     assert isinstance(select_kernels("cpu", USUAL_NEEDS._replace(dim=MAX_HEAD_DIM)).kernels, NativeKernels)
     with pytest.raises(ConfigError, match="wider than 512"):
         select_kernels("cpu", wide, quantization="int8")
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype=int8 needs the native CPU kernels.*wider than 512"
+    ) as caught:
+        select_kernels("cpu", wide, kv_dtype=torch.int8)
+    assert caught.value.param == "kv_cache_dtype"
+    assert isinstance(select_kernels("cpu", wide, kv_dtype=wide.dtype).kernels, TorchCpuKernels), "it is so anyway"
     assert select_kernels("cpu", USUAL_NEEDS, batch_invariant=True).kernels.name == "cpu"
     with pytest.raises(ConfigError, match="wider than 512") as caught:
         select_kernels("cpu", wide, batch_invariant=True)

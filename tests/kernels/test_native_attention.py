@@ -1,4 +1,4 @@
-"""Native attention beyond what `test_cpu_attention.py` asks of every CPU: long contexts, and equal bits."""
+"""Native attention beyond what `test_cpu_attention.py` asks of every CPU: long contexts, equal bits, int8 stores."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.interface import AttentionRule
-from quire.kernels.reference import ReferenceKernels
-from tests.kernels.cpu_kernels import as_stored, native_kernels, needs_native
+from quire.kernels.reference import ReferenceKernels, quantize_kv
+from tests.kernels.cpu_kernels import as_declared, as_stored, native_kernels, needs_native, no_rotation
 from tests.kernels.layouts import Pages, Part
 from tests.tiers import choices, examples
 
@@ -26,7 +26,7 @@ def filled(pages: Pages, lengths: list[int], kv_heads: int, dim: int, dtype: tor
     slots = torch.tensor([pages.slot(s, position) for s, length in enumerate(lengths) for position in range(length)])
     values = torch.randn(len(slots), 2, kv_heads, dim, generator=torch.Generator().manual_seed(seed))
     store[slots // pages.block_size, :, slots % pages.block_size] = values
-    return store.to(dtype)
+    return quantize_kv(store) if dtype is torch.int8 else store.to(dtype)
 
 
 def attend(
@@ -47,7 +47,7 @@ def attend(
     dim=st.sampled_from(choices([16, 24, 64], [16, 24, 64, 80, 128, 256])),
     window=st.sampled_from([0, 0, 1, 64, 200, SPLIT, 600]),
     softcap=st.sampled_from([0.0, 0.0, 4.0]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int8]),
     seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_long_contexts_agree_with_the_reference(
@@ -67,10 +67,11 @@ def test_long_contexts_agree_with_the_reference(
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_every_head_width_and_block_size_agrees(dim: int, block_size: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_every_head_width_and_block_size_agrees(dim: int, block_size: int, dtype: torch.dtype) -> None:
     parts = [Part(20, 6), Part(70, 1)]
     pages = Pages.shuffled([26, 71], block_size, 0)
-    store = filled(pages, [26, 71], 2, dim, torch.float32, 0)
+    store = filled(pages, [26, 71], 2, dim, dtype, 0)
     query = torch.randn(7, 4, dim, generator=torch.Generator().manual_seed(1))
     rule = AttentionRule(dim**-0.5)
     truth = ReferenceKernels().plan(pages.layout(dict(enumerate(parts))), block_size).attend(query, store, rule)
@@ -86,7 +87,7 @@ def test_every_head_width_and_block_size_agrees(dim: int, block_size: int) -> No
     softcap=st.sampled_from([0.0, 3.0]),
     group=st.sampled_from([1, 3]),
     block_size=st.sampled_from(BLOCK_SIZES),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
 )
 def test_a_query_has_the_same_bits_however_its_sequence_is_chunked(
     num_keys, num_queries, chunk, window, softcap, group, block_size, dtype
@@ -147,3 +148,45 @@ def test_padding_has_no_keys_and_changes_nothing() -> None:
     layout.context_lengths[1] = 0
     padded = kernels.plan(layout, 4).attend(query, as_stored(kernels, store), AttentionRule(0.25))
     assert torch.equal(padded[0], whole[0])
+
+
+@settings(max_examples=examples(10, 40), deadline=None)
+@given(
+    block_size=st.sampled_from(BLOCK_SIZES),
+    kv_heads=st.sampled_from([1, 3]),
+    dim=st.sampled_from([8, 16, 19, 64, 77, 128]),
+    exponents=st.lists(st.sampled_from([-40, -20, 0, 1, 20]), min_size=5, max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_an_int8_store_has_the_codes_and_scales_of_the_reference(block_size, kv_heads, dim, exponents, seed):
+    """Bit for bit, of numbers of every size: each head of a token has its own scale."""
+    pages = Pages.shuffled([5], block_size, seed)
+    layout = pages.layout({0: Part(0, 5)})
+    qkv = torch.randn(5, 1 + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(seed))
+    qkv *= torch.tensor([10.0**exponent for exponent in exponents])[:, None, None]
+    qkv[1, 1], qkv[2, 2, 0] = 0.0, 0.0
+    store = torch.zeros(pages.num_blocks, 2, block_size, kv_heads, dim + 4, dtype=torch.int8)
+    stores = []
+    for kernels in (native_kernels(), ReferenceKernels()):
+        mine = as_stored(kernels, store)
+        kernels.plan(layout, block_size).rope_and_write_kv(qkv.clone(), None, no_rotation(5), mine)
+        stores.append(as_declared(kernels, mine))
+    assert torch.equal(*stores)
+    assert stores[0].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 18])
+def test_a_number_that_is_not_finite_shows_in_its_own_head_of_an_int8_store(bad: float, place: int) -> None:
+    pages = Pages.shuffled([2, 2], 4, 0)
+    layout = pages.layout({0: Part(0, 2), 1: Part(0, 2)})
+    qkv = torch.randn(4, 6, 19, generator=torch.Generator().manual_seed(0))
+    qkv[1, 5, place] = bad  # the value of the second head
+    store = torch.zeros(pages.num_blocks, 2, 4, 2, 23, dtype=torch.int8)
+    for kernels in (native_kernels(), ReferenceKernels()):
+        step, mine = kernels.plan(layout, 4), qkv.clone()
+        step.rope_and_write_kv(mine, None, no_rotation(4), store)
+        found = step.attend(mine[:, :2], store, AttentionRule(0.2)).view(4, 2, 19)
+        assert found[1, 1].isnan().all()
+        found[1, 1] = 0.0
+        assert found.isfinite().all()

@@ -32,7 +32,7 @@ from quire.kernels.cpu.native_library import load_native
 from quire.kernels.interface import AttentionRule
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
-from tests.kernels.cpu_kernels import as_stored, no_rotation
+from tests.kernels.cpu_kernels import no_rotation
 from tests.kernels.layouts import Pages, Part
 from tests.kernels.stored_rows import ENCODINGS, decoded, drawn_rows, stored, weight_of
 
@@ -56,13 +56,14 @@ def check():
     pages = Pages.shuffled([20, 7], 16, seed=0)
     layout = pages.layout({{0: Part(0, 20), 1: Part(0, 7)}})
     qkv = torch.randn(27, 8, 24, generator=generator)
-    outputs = []
-    for each in (kernels, truth):
-        store, mine = as_stored(each, torch.zeros(pages.num_blocks, 2, 16, 2, 24)), qkv.clone()
-        step = each.plan(layout, 16)
-        step.rope_and_write_kv(mine, None, no_rotation(27), store)
-        outputs.append(step.attend(mine[:, :4], store, AttentionRule(0.3, window=9, softcap=4.0)))
-    close(*outputs, 1e-5)
+    for dtype in (torch.float32, torch.float16, torch.int8) if choice.stored_encodings else (torch.float32,):
+        outputs, width = [], 28 if dtype is torch.int8 else 24
+        for each in (kernels, truth):
+            store, mine = torch.zeros(pages.num_blocks, 2, 16, 2, width, dtype=dtype), qkv.clone()
+            step = each.plan(layout, 16)
+            step.rope_and_write_kv(mine, None, no_rotation(27), store)
+            outputs.append(step.attend(mine[:, :4], store, AttentionRule(0.3, window=9, softcap=4.0)))
+        close(*outputs, 1e-5)
     library = load_native()
     return [library.name if library else None, choice.reason]
 

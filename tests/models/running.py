@@ -20,7 +20,7 @@ def run(
     """The logits after every token of every prompt, computed as scheduled. Unwritten memory is poison."""
     pages = Pages.shuffled([len(prompt) for prompt in prompts], block_size, seed)
     geometry = model.kv_geometry
-    poison = float("nan") if geometry.dtype.is_floating_point else 2**20
+    poison = float("nan") if geometry.dtype.is_floating_point else min(2**20, torch.iinfo(geometry.dtype).max)
     kv = torch.full(geometry.store_shape(pages.num_blocks, block_size), poison, dtype=geometry.dtype, device=device)
     done = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]

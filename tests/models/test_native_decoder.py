@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.core.step import StepPlan
 from quire.kernels.interface import QuantizedWeight, StoredRows
+from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights, LayerWeights
 from quire.runner.kv_store import new_store
@@ -82,10 +83,16 @@ def unpacked(weights: DecoderWeights) -> DecoderWeights:
     return DecoderWeights(embedding, layers, weights.final_norm, head)
 
 
-def decoder(family: str, encoding: str | None = None, num_threads: int = 2, quantization: str | None = None) -> Decoder:
+def decoder(
+    family: str,
+    encoding: str | None = None,
+    num_threads: int = 2,
+    quantization: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Decoder:
     model = twin(family)
     weights = model.weights if encoding is None else stored_as(model.weights, encoding)
-    return Decoder(model.spec, weights, native_kernels(num_threads, quantization), 64)
+    return Decoder(model.spec, weights, native_kernels(num_threads, quantization, kv_dtype), 64)
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
@@ -164,15 +171,36 @@ def test_quantization_at_load_loses_little(quantization: str, most: float) -> No
     assert 0 < divergence(truth, found) <= most
 
 
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "qwen3", "qwen2"])
+def test_an_int8_kv_store_computes_as_the_reference_does(family: str) -> None:
+    """The same logits, but for codes that rounding moves to their neighbour; and the same bits in every batch."""
+    model = twin(family)
+    reference = Decoder(model.spec, model.weights, ReferenceKernels(torch.int8), 64)
+    native = decoder(family, kv_dtype=torch.int8)
+    truth, found = (run(each, prompts(LENGTHS), in_chunks(LENGTHS, 7)) for each in (reference, native))
+    exact = torch.cat(run(decoder(family), prompts(LENGTHS), in_chunks(LENGTHS, 7)))
+    assert divergence(torch.cat(truth), torch.cat(found)) <= 0.05 * divergence(exact, torch.cat(found))
+    assert divergence(exact, torch.cat(found)) <= 1e-3
+    one_thread = decoder(family, num_threads=1, kv_dtype=torch.int8)
+    by_token = run(one_thread, prompts(LENGTHS), in_chunks(LENGTHS, 1), block_size=16)
+    assert all(torch.equal(mine, other) for mine, other in zip(by_token, found, strict=True))
+
+
 BLOCK = 4
 
 
-def continued(family: str, known: list[list[int]], num_new: int, encoding: str | None = None) -> list[list[int]]:
+def continued(
+    family: str,
+    known: list[list[int]],
+    num_new: int,
+    encoding: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> list[list[int]]:
     """Greedy tokens by the runner: one step of chunks, then steps of decodes. One sequence is long for LongRoPE."""
-    model = decoder(family, encoding)
+    model = decoder(family, encoding, kv_dtype=kv_dtype)
     per_row = -(-(max(map(len, known)) + num_new) // BLOCK)
     stores = new_store(model.kv_geometry, 1 + per_row * len(known), BLOCK, torch.device("cpu"))
-    stores.device.fill_(float("nan"))
+    stores.device.view(torch.uint8).fill_(255)  # NaN, and in an int8 store scales that are
     stores.device[0] = 0
     runner = ModelRunner(model, stores, max_rows=len(known), max_length=64)
     tables = {row: range(1 + row * per_row, 1 + (row + 1) * per_row) for row in range(len(known))}
@@ -196,12 +224,23 @@ def test_greedy_steps_choose_the_tokens_of_transformers(family: Family) -> None:
         assert tokens == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("family", "encoding"), [("gemma2", "Q4_0"), ("phi3-longrope", "Q8_0"), ("llama3", "Q5_0")])
-def test_greedy_steps_choose_what_a_forward_of_the_whole_chooses(family: str, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "encoding", "kv_dtype"),
+    [
+        ("gemma2", "Q4_0", None),
+        ("phi3-longrope", "Q8_0", None),
+        ("llama3", "Q5_0", None),
+        ("gemma2", None, torch.int8),
+        ("llama3", "Q4_0", torch.int8),
+    ],
+)
+def test_greedy_steps_choose_what_a_forward_of_the_whole_chooses(
+    family: str, encoding: str | None, kv_dtype: torch.dtype | None
+) -> None:
     known = prompts([9, 4, 30])
-    found = continued(family, known, 14, encoding)
-    assert found[1] == continued(family, known[1:2], 14, encoding)[0], "as alone"
-    model = decoder(family, encoding)
+    found = continued(family, known, 14, encoding, kv_dtype)
+    assert found[1] == continued(family, known[1:2], 14, encoding, kv_dtype)[0], "as alone"
+    model = decoder(family, encoding, kv_dtype=kv_dtype)
     for prompt, tokens in zip(known, found, strict=True):
         whole = [*prompt, *tokens]
         logits = run(model, [whole], in_chunks([len(whole)], len(whole)))[0]

@@ -30,7 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
 _DTYPES = ("bfloat16", "float16")
-_FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16")
+_FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16", "kv_cache_dtype=int8")
 _TASKS = ("quote", "repeat", "chat")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
@@ -202,7 +202,7 @@ def kernels(
 @_model_option
 @click.option("--ours", "settings", multiple=True, metavar="NAME=VALUE,…",
               help="Settings of quire, such as quantization=int8; several times. Default: as the file stores the "
-              "weights, int8, int4, and bfloat16.")  # fmt: skip
+              "weights, int8, int4, bfloat16, and an int8 KV cache.")  # fmt: skip
 @click.option("--text", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
               help="Text to read. Default: Python's help texts.")  # fmt: skip
 @click.option("--positions", type=click.IntRange(2, 1_000_000), default=1024, show_default=True, help="Tokens of it.")
@@ -213,7 +213,7 @@ def quality(
     model: str | None, settings: tuple[str, ...], text: Path | None, positions: int, window: int, threads: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """What forms of the weights lose on a CPU: KL divergence and top-1 agreement with the file's weights in float32."""
+    """What forms of weights and KV cache lose on a CPU: KL divergence and top-1 agreement with float32."""
     from quire.cli.load_model import open_named
 
     forms = {each: engine_settings(each) for each in settings or _FORMS}

@@ -15,6 +15,7 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import models_folder, present
 from quire.cli.console import out, size
 from quire.config import EngineConfig, resolve_dtype
+from quire.engine.build_runner import DTYPES
 from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.cpu.native_build import compiler
@@ -65,10 +66,11 @@ def examine() -> list[Finding]:
         Finding("memory", f"{size(machine.free_bytes)} available"),
         Finding(
             "dtype",
-            f"{dtype} for activations, KV cache and weights that are not quantized "
+            f"{dtype} for activations and weights that are not quantized "
             f"(bfloat16 is {'fast' if machine.fast_bfloat16 else 'slow'} here); quantized weights stay as their file "
             f"stores them",
         ),
+        _kv_cache(kernels.kernels.kv_dtype(DTYPES[dtype]), load_native() is not None and device.type == "cpu"),
         Finding("kernels", kernels.reason),
         *([Finding("attention", " · ".join(kernels.attention))] if kernels.attention else []),
         _default_model(),
@@ -95,6 +97,12 @@ def _default_model() -> Finding:
     if present(DEFAULT_MODEL, folder):
         return Finding("default model", f"{DEFAULT_MODEL.name} in {folder}")
     return Finding("default model", "not here yet", "quire pull")
+
+
+def _kv_cache(stored: torch.dtype, may_be_int8: bool) -> Finding:
+    name = str(stored).removeprefix("torch.")
+    other = "; --kv-cache-dtype int8 for about twice the tokens in the same memory" if may_be_int8 else ""
+    return Finding("KV cache", f"{name}{other}")
 
 
 def _package(name: str, purpose: str, remedy: str) -> Finding:

@@ -45,7 +45,7 @@ _MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engine
 _SHORT = {
     "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
     "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
-    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "kv_cache_dtype", "-ctv": "kv_cache_dtype", "-a": "alias",
+    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-a": "alias",
 }  # fmt: skip
 # Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
 _SAMPLING = {

@@ -36,6 +36,7 @@ from quire.formats.checkpoint import Checkpoint
 from quire.kernels.interface import Precompiling, Weight
 from quire.kernels.select import KernelChoice, precompiling_for
 from quire.models.decoder import Decoder
+from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import KvStores, measure_transfer
@@ -146,7 +147,7 @@ def build(
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
         _load_weights(unfilled, grammars if serving else None)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
-    resolved = resolve(config, spec, spec.kv_bytes_per_token(DTYPES[dtype].itemsize), machine, serving=serving)
+    resolved = resolve(config, spec, _kv_token_bytes(spec, choice, DTYPES[dtype]), machine, serving=serving)
     group = None if ranks is None else ranks.join(resolved)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, group)
     usage = _weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
@@ -154,7 +155,7 @@ def build(
         reporter.done("weights", usage.describe())
     stores = make_stores(model, resolved, choice, device)
     runner = make_runner(model, stores, resolved, choice, serving, planted_drafts)
-    reporter.done("kv cache", _describe_cache(resolved))
+    reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
             _load_weights(unfilled, grammars if serving else None)
@@ -163,7 +164,7 @@ def build(
     warm_up(model, stores)
     reporter.done("warm-up", choice.reason)
     step_times = _step_times(model, stores, runner, choice, reporter)
-    costs = _costs(spec, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
+    costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
@@ -291,7 +292,7 @@ def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, graph_bytes: int,
 
 
 def _costs(
-    spec: ModelSpec,
+    geometry: KvGeometry,
     weights: DecoderWeights,
     itemsize: int,
     resolved: ResolvedConfig,
@@ -306,7 +307,7 @@ def _costs(
         step_times,
         num_parameters=read_bytes // itemsize,
         weight_bytes=read_bytes,
-        kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
+        kv_bytes_per_token=geometry.token_bytes,
         largest_chunk=resolved.max_num_batched_tokens,
         context_per_draft=1.0 if stores.device.device.type == "cpu" else 0.0,
     )
@@ -343,8 +344,13 @@ def _matrices(weights: DecoderWeights) -> Iterator[Weight]:
         yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 
-def _describe_cache(resolved: ResolvedConfig) -> str:
-    text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {resolved.num_blocks * resolved.block_size:,} tokens"
+def _kv_token_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype) -> int:
+    return KvGeometry.of(spec, choice.kernels.kv_dtype(dtype)).token_bytes
+
+
+def _describe_cache(resolved: ResolvedConfig, geometry: KvGeometry) -> str:
+    tokens = f"{resolved.num_blocks * resolved.block_size:,} tokens in {geometry.describe()}"
+    text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {tokens}"
     if resolved.num_host_blocks:
         text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
     return text

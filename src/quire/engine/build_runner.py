@@ -24,6 +24,7 @@ from quire.weights.load import unfilled_weights
 from quire.weights.stored_weights import stored_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KV_DTYPES = {**DTYPES, "int8": torch.int8, "auto": None}
 _SERVING_CAPTURE_SHARE = 0.15  # of the time, in which captures between steps may pause steps of a server; never tuned
 
 
@@ -43,6 +44,7 @@ def choose_kernels(
         config.threads,
         batch_invariant=config.batch_invariant,
         num_ranks=config.tensor_parallel_size,
+        kv_dtype=_KV_DTYPES[config.kv_cache_dtype],
     )
     if choice.attention:
         reporter.done("attention", " · ".join(choice.attention))

@@ -3,7 +3,8 @@
 Does not depend on models, requests or devices.
 
 The KV store is one tensor [blocks, layers, 2, block_size, kv_heads, dim]: a block is one contiguous run
-across layers. Kernels get the strided view of one layer, `store[:, layer]`.
+across layers. Kernels get the strided view of one layer, `store[:, layer]`. An int8 store has dim + KV_SCALE_BYTES
+numbers for each head of a token: its codes and their scale, so that whatever moves a block moves its scales.
 Slot = block * block_size + offset.
 """
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from quire.core.ids import IntArray
 from quire.kernels.row_interface import EndColumns, RowColumns
+
+KV_SCALE_BYTES = 4  # a float32 behind the codes of a head: number = code * scale, scale = highest magnitude / 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +195,8 @@ class StepAttention(Protocol):
         """QK norm if there is one, RoPE on the first rotary_dim of queries and keys, then write keys and values.
 
         qkv: [tokens, heads + 2 * kv_heads, dim]: queries, keys, values; kv_layer: [blocks, 2, block_size, kv_heads,
-        dim], strided. Queries change in place; keys and values are rounded to the store's dtype. The keys in qkv are
-        undefined afterwards: read them from the store.
+        dim], strided. Queries change in place; keys and values are rounded to the store's dtype, or quantized where
+        that is int8. The keys in qkv are undefined afterwards: read them from the store.
         """
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
@@ -218,7 +221,7 @@ class Kernels(Protocol):
         """The dtype of x, queries, rotations and all results for a model of this dtype: the same, or float32."""
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the KV store for a model of this dtype: the same, or another of the same size."""
+        """The dtype of the KV store for a model of this dtype, unless another was asked for."""
 
     def pack(self, weight: Weight) -> PackedMatrix:
         """Once, at load: the weight [out, in] in the layout that `linear` reads."""

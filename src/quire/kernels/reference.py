@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionRule, HeadNorm, LayerByLayer, PartialSums, Rotation, StepLayout
+from quire.kernels.interface import (
+    KV_SCALE_BYTES,
+    AttentionRule,
+    HeadNorm,
+    LayerByLayer,
+    PartialSums,
+    Rotation,
+    StepLayout,
+)
 
 
 class ReferenceKernels(LayerByLayer):
@@ -11,11 +19,14 @@ class ReferenceKernels(LayerByLayer):
 
     name = "reference"
 
+    def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
+        self._kv_dtype = kv_dtype  # None: the model's
+
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return self._kv_dtype or dtype
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         product = x.float() @ packed.float().T
@@ -65,7 +76,9 @@ class ReferenceAttention:
         self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
-        """key_value: [tokens, 2, kv_heads, dim], stored as it is."""
+        """key_value: [tokens, 2, kv_heads, dim], stored as it is; in an int8 store, quantized."""
+        if kv_layer.dtype is torch.int8:
+            key_value = quantize_kv(key_value)
         for token, slot in enumerate(self._layout.slots.tolist()):
             kv_layer[slot // self._block_size, :, slot % self._block_size] = key_value[token]
 
@@ -85,7 +98,22 @@ class ReferenceAttention:
         """The keys and values at these positions, through the block table: [keys, 2, kv_heads, dim]."""
         table = self._layout.tables[sequence].tolist()
         size = self._block_size
-        return torch.stack([kv_layer[table[p // size], :, p % size] for p in positions]).float()
+        stored = torch.stack([kv_layer[table[p // size], :, p % size] for p in positions])
+        return _dequantize_kv(stored) if stored.dtype is torch.int8 else stored.float()
+
+
+def quantize_kv(x: Tensor) -> Tensor:
+    """[..., dim] as [..., dim + KV_SCALE_BYTES] int8: codes, then the bytes of their scale, a float32."""
+    x = x.float()
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    codes = (x / scale).round().nan_to_num(0.0).clamp(-127, 127).to(torch.int8)  # 0 / 0 where all are 0
+    return torch.cat([codes, scale.view(torch.int8)], dim=-1)
+
+
+def _dequantize_kv(stored: Tensor) -> Tensor:
+    """The inverse of `quantize_kv`, as float32."""
+    codes, scale = stored[..., :-KV_SCALE_BYTES], stored[..., -KV_SCALE_BYTES:]
+    return codes.float() * scale.contiguous().view(torch.float32)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

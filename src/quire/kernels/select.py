@@ -50,13 +50,14 @@ def select_kernels(
     *,
     batch_invariant: bool = False,
     num_ranks: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
     `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU, of all ranks together;
     None: see `usable_cores`. `batch_invariant`: a row has the same bits in every batch. The native CPU kernels always
-    do that.
+    do that. `kv_dtype`: of the KV store; None: as the kernels choose for the model's dtype.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -67,29 +68,43 @@ def select_kernels(
     if name == "cpu":
         cores = usable_cores() if threads is None else UsableCores(threads, "--threads")
         cores = cores if num_ranks == 1 else cores.shared_by(num_ranks)
-        return _cpu_choice(quantization, needs, cores, batch_invariant)
+        return _cpu_choice(quantization, needs, cores, batch_invariant, kv_dtype)
     if quantization is not None:
         raise ConfigError(
             f"quantization={quantization} is for CPUs; on a GPU weights are bfloat16 or float16. Omit --quantization, "
             f"or use --device cpu.",
             param="quantization",
         )
+    if name == "reference":
+        return KernelChoice(ReferenceKernels(kv_dtype), "requested by name: the slow reference")
+    if kv_dtype is not None and (needs is None or kv_dtype is not needs.dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={_short(kv_dtype)} is for CPUs; on a GPU the KV cache has the format of the weights. Omit "
+            f"--kv-cache-dtype, or use --device cpu.",
+            param="kv_cache_dtype",
+        )
     if name == "cuda":
         return _gpu_choice(needs, backend, batch_invariant)
-    if name == "reference":
-        return KernelChoice(ReferenceKernels(), "requested by name: the slow reference")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _cpu_choice(
-    quantization: str | None, needs: AttentionNeeds | None, cores: UsableCores, batch_invariant: bool
+    quantization: str | None,
+    needs: AttentionNeeds | None,
+    cores: UsableCores,
+    batch_invariant: bool,
+    kv_dtype: torch.dtype | None,
 ) -> KernelChoice:
     library = load_native()
     why_not = why_not_native() if library is None else ""
     if needs is not None and needs.dim > MAX_HEAD_DIM:
         library, why_not = None, f"heads of {needs.dim} numbers are wider than {MAX_HEAD_DIM}"
     if library is not None:
-        kernels = NativeKernels(library, cores.num_threads, quantization)
+        kernels = NativeKernels(library, cores.num_threads, quantization, kv_dtype)
         # What is left to torch is small, and its own threads would spin while they wait.
         torch.set_num_threads(1)
         reason = f"the device is the CPU: native kernels for {library.name}, {_describe_threads(cores)}"
@@ -99,6 +114,12 @@ def _cpu_choice(
             f"quantization={quantization} needs the native CPU kernels, which cannot be used here: {why_not}. "
             f"Omit --quantization.",
             param="quantization",
+        )
+    if kv_dtype is not None and (needs is None or kv_dtype is not needs.dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={_short(kv_dtype)} needs the native CPU kernels, which cannot be used here: {why_not}. "
+            f"Omit --kv-cache-dtype.",
+            param="kv_cache_dtype",
         )
     if batch_invariant:
         raise ConfigError(

@@ -179,9 +179,7 @@ class Decoder:
 
     @property
     def kv_geometry(self) -> KvGeometry:
-        spec = self._spec
-        stored = self._kernels.kv_dtype(self._dtype)
-        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
+        return KvGeometry.of(self._spec, self._kernels.kv_dtype(self._dtype))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:

@@ -1,12 +1,14 @@
 """Model interface of the runner. The decoder and the integer oracle implement it."""
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.core.ids import IntArray
-from quire.kernels.interface import StepLayout
+from quire.core.model import ModelSpec
+from quire.kernels.interface import KV_SCALE_BYTES, StepLayout
 from quire.kernels.row_interface import EndColumns, RowColumns
 
 
@@ -16,13 +18,26 @@ class KvGeometry(NamedTuple):
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8: with a scale behind each head
+
+    @staticmethod
+    def of(spec: ModelSpec, dtype: torch.dtype) -> "KvGeometry":
+        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+
+    def describe(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} with a scale per token and head" if self.dtype is torch.int8 else name
 
     def store_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (num_blocks, self.num_layers, 2, block_size, self.kv_heads, self.head_dim)
+        width = self.head_dim + (KV_SCALE_BYTES if self.dtype is torch.int8 else 0)
+        return (num_blocks, self.num_layers, 2, block_size, self.kv_heads, width)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes(1)
 
     def block_bytes(self, block_size: int) -> int:
-        return 2 * self.num_layers * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return math.prod(self.store_shape(1, block_size)) * self.dtype.itemsize
 
 
 class RowDecoder(Protocol):

@@ -45,6 +45,7 @@ _KV_FORMATS = {
     torch.float32: PackedFormat.FLOAT32,
     torch.float16: PackedFormat.FLOAT16,
     torch.bfloat16: PackedFormat.BFLOAT16,
+    torch.int8: PackedFormat.INT8,
 }
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_DIM, MAX_GROUP = 512, 64  # of the attention kernels
@@ -56,10 +57,17 @@ class NativeKernels:
     name = "cpu"
     packs_embedding = True
 
-    def __init__(self, library: NativeLibrary, num_threads: int, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        num_threads: int,
+        quantization: str | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self._library = library
         self._call = library.functions
         self._quantization = quantization
+        self._kv_dtype = kv_dtype
         self.workspace = self._call.quire_open(num_threads)
         weakref.finalize(self, self._call.quire_close, self.workspace)
 
@@ -72,7 +80,7 @@ class NativeKernels:
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # float16 has three more mantissa bits than bfloat16; values beyond its range are clamped.
-        return torch.float32 if dtype is torch.float32 else torch.float16
+        return self._kv_dtype or (torch.float32 if dtype is torch.float32 else torch.float16)
 
     def set_threads(self, active: int | None) -> None:
         """How many threads compute; None: as many as other programs leave cores for, which is the default."""
@@ -218,8 +226,8 @@ class NativeAttention:
     def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         assert qkv.is_contiguous() and qkv.dtype is torch.float32
         step = _StepMemory(self._layout, [rotation], kv_layer[:, None], None)
-        kv_heads, dim = kv_layer.shape[3:]
-        heads = NativeHeads(qkv.shape[1] - 2 * kv_heads, kv_heads, dim, 1.0, 0.0)
+        kv_heads = kv_layer.shape[3]
+        heads = NativeHeads(qkv.shape[1] - 2 * kv_heads, kv_heads, qkv.shape[2], 1.0, 0.0)
         self._kernels._call.quire_rotate_and_write(
             self._kernels.workspace,
             ctypes.byref(heads),

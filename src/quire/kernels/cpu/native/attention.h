@@ -10,13 +10,16 @@
 
 namespace quire {
 
-// One layer of the store [blocks, 2, block_size, kv_heads, dim]; strides in numbers.
+// One layer of the store [blocks, 2, block_size, kv_heads, dim]; strides in numbers. With kInt8 each head of a token has a scale,
+// a float32 behind its codes: [..., dim + kKvScaleBytes].
 struct KvLayer {
     uint8_t* data;
     int64_t block_stride, value_stride, token_stride, head_stride;
-    int32_t format;  // kFloat32, kFloat16 or kBfloat16
+    int32_t format;  // kFloat32, kFloat16, kBfloat16 or kInt8
     int32_t block_size;
 };
+
+constexpr int kKvScaleBytes = 4;
 
 struct Heads {
     int32_t queries, keys, dim;
@@ -72,12 +75,42 @@ static inline void store_numbers(const float* x, int32_t format, int width, uint
     }
 }
 
-static inline int64_t number_bytes(int32_t format) { return format == kFloat32 ? 4 : 2; }
+// Codes -127 to 127 of a head; returns their scale. Where a number is not finite the scale is NaN, so that all of the head is.
+static inline float store_codes(const float* x, int width, uint8_t* codes) {
+    Simd::Float high = Simd::zero(), invalid = Simd::zero();
+    int i = 0;
+    for (; i + Simd::kLanes <= width; i += Simd::kLanes) {
+        const Simd::Float values = Simd::load(x + i);
+        high = Simd::maximum(high, Simd::absolute(values));
+        invalid = Simd::multiply_add(values, Simd::zero(), invalid);
+    }
+    float highest = Simd::highest(high), nothing = Simd::sum(invalid);
+    for (; i < width; i++) {
+        highest = std::max(highest, std::fabs(x[i]));
+        nothing += x[i] * 0.0f;
+    }
+    const float scale = highest / 127.0f + nothing;
+    if (!(scale > 0.0f)) {
+        std::memset(codes, 0, width);
+        return scale;
+    }
+    const Simd::Float limit = Simd::set(127.0f), low = Simd::set(-127.0f);  // a scale below the normal range is not exact
+    for (i = 0; i + Simd::kLanes <= width; i += Simd::kLanes) {
+        const Simd::Float scaled = Simd::divide(Simd::load(x + i), Simd::set(scale));
+        Simd::store_int8(codes + i, Simd::round_to_int(Simd::maximum(Simd::minimum(scaled, limit), low)));
+    }
+    for (; i < width; i++) codes[i] = (uint8_t)(int8_t)std::nearbyint(std::min(std::max(x[i] / scale, -127.0f), 127.0f));
+    return scale;
+}
+
+static inline int64_t number_bytes(int32_t format) { return format == kFloat32 ? 4 : format == kInt8 ? 1 : 2; }
 
 // A block's keys are stored dimension by dimension, [kv_heads, dim, block_size], so that a vector holds several keys;
-// its values token by token, [block_size, kv_heads, dim].
+// its values token by token, [block_size, kv_heads, dim]. The scales of a head's keys lie behind them, [block_size]; that of a
+// value behind the value.
 static inline uint8_t* keys_of(const KvLayer& kv, int64_t block, int head, int dim) {
-    return kv.data + (block * kv.block_stride + (int64_t)head * dim * kv.block_size) * number_bytes(kv.format);
+    const int64_t width = dim + (kv.format == kInt8 ? kKvScaleBytes : 0);
+    return kv.data + (block * kv.block_stride + head * width * kv.block_size) * number_bytes(kv.format);
 }
 
 static inline uint8_t* value_of(const KvLayer& kv, int64_t block, int offset, int head) {
@@ -222,6 +255,46 @@ static void product(const float* a, int64_t stride_a, int rows, const float* b, 
 
 static inline int padded_dim(int dim) { return (dim + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes; }
 
+// Keys [offset, offset + run) of a block as float32: [dim, kKeys].
+template <int32_t format>
+static inline void load_keys(const KvLayer& kv, int64_t block, int head, int dim, int offset, int run, float* to) {
+    const uint8_t* keys = keys_of(kv, block, head, dim);
+    const int64_t stride = kv.block_size * number_bytes(format);
+    if constexpr (format == kInt8) {
+        const uint8_t* scales = keys + dim * stride + offset * kKvScaleBytes;
+        keys += offset;
+        int i = 0;
+        for (; i + Simd::kLanes <= run; i += Simd::kLanes) {
+            const Simd::Float scale = Simd::load(reinterpret_cast<const float*>(scales) + i);
+            for (int d = 0; d < dim; d++) Simd::store(to + d * kKeys + i, Simd::multiply(Simd::load_int8(keys + d * stride + i), scale));
+        }
+        for (; i < run; i++) {
+            float scale;
+            std::memcpy(&scale, scales + i * kKvScaleBytes, kKvScaleBytes);
+            for (int d = 0; d < dim; d++) to[d * kKeys + i] = (float)(int8_t)keys[d * stride + i] * scale;
+        }
+    } else {
+        keys += offset * number_bytes(format);
+        if (run == Simd::kLanes)
+            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, Simd::kLanes, to + d * kKeys);
+        else
+            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, run, to + d * kKeys);
+    }
+}
+
+template <int32_t format>
+static inline void load_value(const uint8_t* value, int dim, float* to) {
+    if constexpr (format == kInt8) {
+        float scale;
+        std::memcpy(&scale, value + dim, kKvScaleBytes);
+        int d = 0;
+        for (; d + Simd::kLanes <= dim; d += Simd::kLanes) Simd::store(to + d, Simd::multiply(Simd::load_int8(value + d), Simd::set(scale)));
+        for (; d < dim; d++) to[d] = (float)(int8_t)value[d] * scale;
+    } else {
+        load_numbers(value, format, dim, to);
+    }
+}
+
 // Keys [base + begin, base + count) as float32: keys [dim, kKeys], values [kKeys, padded]. base is a multiple of kKeys.
 // Those before them are zeros: their blocks may hold anything.
 template <int32_t format>
@@ -233,15 +306,10 @@ static void load_tile_of(const KvLayer& kv, const int32_t* table, int head, int 
     }
     for (int i = begin; i < count;) {
         const int key = base + i, offset = key % kv.block_size, run = std::min(kv.block_size - offset, count - i);
-        const int64_t block = table[key / kv.block_size], stride = kv.block_size * number_bytes(format);
-        const uint8_t* keys = keys_of(kv, block, head, dim) + offset * number_bytes(format);
-        float* to = buffers.keys.data() + i;
-        if (run == Simd::kLanes)
-            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, Simd::kLanes, to + d * kKeys);
-        else
-            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, run, to + d * kKeys);
+        const int64_t block = table[key / kv.block_size];
+        load_keys<format>(kv, block, head, dim, offset, run, buffers.keys.data() + i);
         for (int j = 0; j < run; j++)
-            load_numbers(value_of(kv, block, offset + j, head), format, dim, buffers.values.data() + (i + j) * padded);
+            load_value<format>(value_of(kv, block, offset + j, head), dim, buffers.values.data() + (i + j) * padded);
         i += run;
     }
     if (count < kKeys)
@@ -252,6 +320,7 @@ static inline void load_tile(const KvLayer& kv, const int32_t* table, int head, 
     switch (kv.format) {
         case kFloat32: return load_tile_of<kFloat32>(kv, table, head, dim, base, begin, count, buffers);
         case kFloat16: return load_tile_of<kFloat16>(kv, table, head, dim, base, begin, count, buffers);
+        case kInt8: return load_tile_of<kInt8>(kv, table, head, dim, base, begin, count, buffers);
         default: return load_tile_of<kBfloat16>(kv, table, head, dim, base, begin, count, buffers);
     }
 }

@@ -53,6 +53,24 @@ static inline void write_column(const uint8_t* numbers, int count, int64_t strid
     for (int i = 0; i < count; i++) std::memcpy(out + i * stride * kBytes, numbers + i * kBytes, kBytes);
 }
 
+// One head of a token to its place in a block.
+static inline void write_key_and_value(const KvLayer& kv, const float* key, const float* value, int64_t block, int offset, int head, int dim) {
+    alignas(64) uint8_t numbers[4 * kMaxDim];
+    uint8_t* keys = keys_of(kv, block, head, dim);
+    uint8_t* values = value_of(kv, block, offset, head);
+    if (kv.format == kInt8) {
+        const float key_scale = store_codes(key, dim, numbers), value_scale = store_codes(value, dim, values);
+        write_column<1>(numbers, dim, kv.block_size, keys + offset);
+        std::memcpy(keys + (int64_t)dim * kv.block_size + offset * kKvScaleBytes, &key_scale, kKvScaleBytes);
+        std::memcpy(values + dim, &value_scale, kKvScaleBytes);
+        return;
+    }
+    store_numbers(key, kv.format, dim, numbers);
+    if (number_bytes(kv.format) == 2) write_column<2>(numbers, dim, kv.block_size, keys + 2 * offset);
+    else write_column<4>(numbers, dim, kv.block_size, keys + 4 * offset);
+    store_numbers(value, kv.format, dim, values);
+}
+
 // One token's QK norm and RoPE, in place; then its keys and values go to their slot.
 static inline void rotate_and_write(const Heads& heads, const Step& step, const KvLayer& kv, int rope, const float* norm, float epsilon, int64_t t, float* qkv) {
     const int rotary = step.rotary[rope];
@@ -63,16 +81,11 @@ static inline void rotate_and_write(const Heads& heads, const Step& step, const 
         if (norm) rms_norm(head, norm + (int64_t)h * heads.dim, heads.dim, epsilon, head);
         rotate(head, cos, sin, rotary);
     }
-    const int64_t block = step.slots[t] / kv.block_size, bytes = number_bytes(kv.format);
+    const int64_t block = step.slots[t] / kv.block_size;
     const int offset = (int)(step.slots[t] % kv.block_size);
     for (int h = 0; h < heads.keys; h++) {
         const float* key = qkv + (int64_t)(heads.queries + h) * heads.dim;
-        alignas(64) uint8_t numbers[4 * kMaxDim];
-        store_numbers(key, kv.format, heads.dim, numbers);
-        uint8_t* keys = keys_of(kv, block, h, heads.dim) + offset * bytes;
-        if (bytes == 2) write_column<2>(numbers, heads.dim, kv.block_size, keys);
-        else write_column<4>(numbers, heads.dim, kv.block_size, keys);
-        store_numbers(key + (int64_t)heads.keys * heads.dim, kv.format, heads.dim, value_of(kv, block, offset, h));
+        write_key_and_value(kv, key, key + (int64_t)heads.keys * heads.dim, block, offset, h, heads.dim);
     }
 }
 

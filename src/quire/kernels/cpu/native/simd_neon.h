@@ -191,6 +191,13 @@ struct Simd {
             second.v[i] = vreinterpretq_f32_u32(vandq_u32(words, high));
         }
     }
+    static inline Float load_int8(const uint8_t* p) {
+        const int16x8_t words = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
+        return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_high_s16(words))}};
+    }
+    static inline void store_int8(uint8_t* p, Int x) {
+        vst1_u8(p, vreinterpret_u8_s8(vqmovn_s16(vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1])))));
+    }
     static inline Float load_bfloat16(const uint16_t* p) {
         const uint16x8_t h = vld1q_u16(p);
         return {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),

@@ -105,6 +105,8 @@ struct Simd {
         first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
         second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xFFFF0000u)));
     }
+    static inline Float load_int8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+    static inline void store_int8(uint8_t* p, Int x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
     static inline Float load_bfloat16(const uint16_t* p) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
     }
@@ -209,6 +211,11 @@ struct Simd {
         const __m256i words = _mm256_loadu_si256((const __m256i*)p);
         first = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
         second = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xFFFF0000u)));
+    }
+    static inline Float load_int8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+    static inline void store_int8(uint8_t* p, Int x) {
+        const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
     }
     static inline Float load_bfloat16(const uint16_t* p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
