@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
-SPECULATIVE = ("off", "ngram", "tree", "ngram+tree", "auto")
+SPECULATIVE = ("off", "grammar", "ngram", "tree", "ngram+tree", "auto")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_RESIDENT_SHARE = 8  # part of the KV cache of a CPU that unheld prefixes fill before one that was evicted is missed
@@ -184,8 +184,8 @@ class EngineConfig:
     )  # fmt: skip
     speculative: str = _choice(
         "--speculative", "off", SPECULATIVE,
-        "Draft tokens and verify several in a step; outputs stay the same. ngram: from the request's own text; tree: "
-        "from earlier requests with the same prefix; auto: both.",
+        "Draft tokens and verify several in a step; outputs stay the same. grammar: what a grammar forces; ngram: also "
+        "from the request's own text; tree: from earlier requests with the same prefix; auto: all.",
     )  # fmt: skip
     overcommit: str = _choice(
         "--overcommit", "hedge", OVERCOMMITS,

@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.bench.observer import Mark, Observer, StepEvent, TimeSpan, busy, steady_decode, token_gaps_s
 from quire.bench.service_levels import Percentiles, percentiles_ms
-from quire.core.ids import Row, SequenceId
+from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.step import Masks, Pending, StepPlan, StepResult
 
 
@@ -45,6 +45,7 @@ class OneRowRunner:
 class FinishedStep:
     def __init__(self, result: StepResult) -> None:
         self._result = result
+        self.drafted: dict[Row, IntArray] = {}
 
     def sample(self, masks: Masks) -> None:
         """Sampled later than it was launched."""

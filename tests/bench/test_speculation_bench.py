@@ -40,7 +40,7 @@ def test_the_plot_in_the_docs_has_the_raw_figures() -> None:
     assert planted_plot("one", figures[-1:]).count("<polyline") == 2
 
 
-@pytest.mark.parametrize("task", ["quote", "chat"])
+@pytest.mark.parametrize("task", ["quote", "chat", "json"])
 def test_every_request_and_every_repeat_has_a_prompt_of_its_own(task: str) -> None:
     prompts = [prompt for repeat in range(4) for prompt in prompts_of(task, 8, repeat)]
     assert len(set(prompts)) == 32
@@ -65,15 +65,15 @@ def test_both_engines_answer_every_prompt(tmp_path: Path) -> None:
     said: list[str] = []
     figures = list(
         measure_speculation(
-            plain, drafting, tasks=("repeat", "chat"), sizes=(1, 3), repeats=2, num_output=20, say=said.append
+            plain, drafting, tasks=("repeat", "chat", "json"), sizes=(1, 3), repeats=2, num_output=20, say=said.append
         )
     )
     assert [(each.task, each.num_requests, each.num_tokens) for each in figures] == [
-        ("repeat", 1, 20), ("repeat", 3, 60), ("chat", 1, 20), ("chat", 3, 60),
+        ("repeat", 1, 20), ("repeat", 3, 60), ("chat", 1, 20), ("chat", 3, 60), ("json", 1, 20), ("json", 3, 60),
     ]  # fmt: skip
     assert all(len(each.ratios) == 2 and each.ratio > 0 for each in figures)
-    assert 0 < figures[0].accepted <= figures[0].drafted
-    assert said == ["repeat, 1", "repeat, 3", "chat, 1", "chat, 3"]
+    assert all(0 < each.accepted <= each.drafted for each in (figures[0], figures[-1]))
+    assert said == ["repeat, 1", "repeat, 3", "chat, 1", "chat, 3", "json, 1", "json, 3"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from quire.core.ids import BlockId, IntArray, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
 from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encode_plan
 from quire.core.sampling import RowSampling
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, Grants, Masks, RowStart, StepPlan
+from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, ForcedTokens, Grants, Masks, RowStart, StepPlan
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
@@ -70,6 +70,7 @@ plans = st.builds(
     chunks=st.lists(st.builds(Chunk, counts.map(Row), counts, counts, st.sampled_from(OUTPUTS)), max_size=4).map(tuple),
     pauses=rows,
     drafts=st.builds(Drafts) | st.builds(Drafts, arrays(), arrays()),
+    forced=st.lists(st.builds(ForcedTokens, counts.map(Row), counts, arrays()), max_size=2).map(tuple),
     masked=rows,
     num_decoding=counts,
     num_padding=counts,
@@ -107,9 +108,10 @@ def test_a_steady_step_takes_a_few_bytes() -> None:
     assert len(encode_plan(StepPlan(1_000_000, num_decoding=256))) == 6
 
 
-@given(st.integers(0, 3), st.integers(1, 5))
-def test_masks_are_the_same_afterwards(num_rows: int, width: int) -> None:
+@given(st.integers(0, 3), st.integers(1, 5), st.sampled_from([(), (1,), (1, 2)]))
+def test_masks_are_the_same_afterwards(num_rows: int, width: int, passes: tuple[int, ...]) -> None:
     bits = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width) - 3
-    found = decode_masks(encode_masks(Masks(np.arange(num_rows, dtype=np.int32), bits)))
+    found = decode_masks(encode_masks(Masks(np.arange(num_rows, dtype=np.int32), bits, passes)))
+    assert found.passes == passes
     assert plain(found.rows) == plain(np.arange(num_rows, dtype=np.int32))
     assert plain(found.bits) == plain(bits)

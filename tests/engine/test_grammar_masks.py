@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.core.ids import RequestId
+from quire.core.ids import IntArray, RequestId, Row
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.sampling import Grammar, GrammarKind, RowSampling, SamplingParams
 from quire.core.step import FinishReason
@@ -22,7 +22,9 @@ from quire.grammar.compiler import CompiledGrammar
 from quire.grammar.matcher import GrammarMatcher, MatcherPool
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
+from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import SpeculationPolicy
 from quire.sim.runners import ToyRunner
 
 SLOW, OTHER = Grammar(GrammarKind.REGEX, "[a-z]+"), Grammar(GrammarKind.REGEX, "[0-9]+")
@@ -49,6 +51,11 @@ class FakeScheduler:
 
     def __init__(self) -> None:
         self.concluded: list[tuple[Sequence, FinishReason]] = []
+        self.expected: list[tuple[Sequence, int, list[int]]] = []
+        self.policy = Policy(speculation=SpeculationPolicy(max_drafts=4))
+
+    def expect(self, sequence: Sequence, start: int, tokens: IntArray) -> None:
+        self.expected.append((sequence, start, tokens.tolist()))
 
     def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
         self.concluded.append((sequence, reason))
@@ -76,8 +83,11 @@ class TwoGrammars:
         self.scheduler = FakeScheduler()
 
     def rows_left(self) -> list[bool]:
-        masks = self.grammars.masks([*self.slow.sequences, *self.other.sequences])
-        return [bool(row.any()) for row in masks]
+        return [bool(row.any()) for row in self.masks([*self.slow.sequences, *self.other.sequences])]
+
+    def masks(self, sequences: list[Sequence], drafts: list[list[int]] | None = None) -> IntArray:
+        ahead = [np.array(each, np.int32) for each in drafts or [[]] * len(sequences)]
+        return self.grammars.masks(sequences, ahead).bits
 
     def advance(self, sequence: Sequence, token: int) -> None:
         numbers, tokens = np.array([sequence.id], np.int64), np.array([token], np.int32)
@@ -87,7 +97,10 @@ class TwoGrammars:
 
 def _group(number: int, num_sequences: int) -> RequestGroup:
     prompt = np.array([1], np.int32)
-    return RequestGroup(Request(RequestId(number), prompt, 4, RowSampling(), num_sequences), 10 * number, 0.0)
+    group = RequestGroup(Request(RequestId(number), prompt, 4, RowSampling(), num_sequences), 10 * number, 0.0)
+    for place, sequence in enumerate(group.sequences):
+        sequence.row = Row(10 * number + place)
+    return group
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +140,7 @@ def test_a_matcher_that_panics_ends_its_own_sequence(
     """Others were computed beside it, in the same call: they go on as if it had not been there."""
     bad, good, other = [*two_grammars.slow.sequences, *two_grammars.other.sequences]
     names = np.array([bad.id, good.id, other.id], np.int64)
-    before = two_grammars.grammars.masks([bad, good, other]).copy()
+    before = two_grammars.masks([bad, good, other]).copy()
 
     class Panic(BaseException):
         """As pyo3's."""
@@ -152,11 +165,97 @@ def test_a_matcher_that_panics_ends_its_own_sequence(
             StepOutput(0, names, np.array([two_grammars.letter] * 2 + [two_grammars.digit], np.int32)), scheduler
         )
     assert scheduler.concluded == [(bad, FinishReason.FAILED)]
-    after = two_grammars.grammars.masks([bad, good, other])
+    after = two_grammars.masks([bad, good, other])
     alone = two_grammars.grammars.matchers(SLOW, 1)[0]
     alone.advance(two_grammars.letter)
     expected = np.zeros_like(after[1])
     assert alone.fill_mask(expected) and (after[1] == expected).all() and (after[2] != before[2]).any()
+
+
+def test_drafts_have_masks_up_to_the_first_that_the_grammar_does_not_allow(two_grammars: TwoGrammars) -> None:
+    """Row by row those of a matcher that consumed them, and the sequences are where they were."""
+    one, two, other = sequences = [*two_grammars.slow.sequences, *two_grammars.other.sequences]
+    letter, digit = two_grammars.letter, two_grammars.digit
+    drafts = [np.array(each, np.int32) for each in ([letter] * 2, [], [digit, letter, digit])]
+    alone = two_grammars.masks([other]).copy()
+    found = two_grammars.grammars.masks(sequences, drafts)
+    assert found.rows.tolist() == [one.row, two.row, other.row, one.row, other.row, one.row] and found.passes == (3, 5)
+    matcher = two_grammars.grammars.matchers(OTHER, 1)[0]
+    assert matcher.advance(digit)
+    right = np.zeros_like(alone[0])
+    assert matcher.fill_mask(right) and (found.of_pass(1).bits[1] == right).all() and (right != alone[0]).any()
+    assert (found.of_pass(0).bits[2] == alone[0]).all() and (two_grammars.masks([other]) == alone).all()
+    assert not len(found.of_pass(3).rows)
+
+
+def test_a_grammar_that_a_draft_completes_has_no_mask_behind_it(two_grammars: TwoGrammars, opened: OpenedModel) -> None:
+    assert opened.tokenizer is not None
+    group = _group(3, 1)
+    two_grammars.grammars.begin(group, two_grammars.grammars.matchers(Grammar(GrammarKind.CHOICE, '["aa"]'), 1))
+    (end, *_), letter = opened.end_ids, two_grammars.letter
+    for drafts, num_masks in (([letter, letter, end], 2), ([end], 1), ([letter, end], 2)):
+        assert len(two_grammars.masks(list(group.sequences), [drafts])) == num_masks, drafts
+
+
+def test_a_copy_that_fails_leaves_fewer_masks_and_the_sequence_as_it_was(
+    two_grammars: TwoGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (other,) = two_grammars.other.sequences
+
+    def fail(matcher: GrammarMatcher, token: int) -> bool:
+        raise RuntimeError("no lexer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarMatcher, "advance", fail)
+        assert len(two_grammars.masks([other], [[two_grammars.digit] * 3])) == 1
+    assert len(two_grammars.masks([other], [[two_grammars.digit] * 3])) == 4
+
+
+def test_several_tokens_of_a_sequence_are_consumed_in_order_and_what_is_forced_is_named(
+    two_grammars: TwoGrammars, opened: OpenedModel
+) -> None:
+    assert opened.tokenizer is not None
+    group, tokenizer = _group(3, 2), opened.tokenizer
+    text = Grammar(GrammarKind.REGEX, "[ab]1 favourite_colour: [0-9]")
+    two_grammars.grammars.begin(group, two_grammars.grammars.matchers(text, 2))
+    first, second = group.sequences
+    scheduler: Any = two_grammars.scheduler
+    names, letter, digit = [first.id, second.id, first.id], two_grammars.letter, two_grammars.digit
+    tokens = np.array([letter, letter, digit], np.int32)
+    two_grammars.grammars.advance(StepOutput(0, np.array(names, np.int64), tokens), scheduler)
+    forced = tokenizer.encode(" favourite_colour")
+    assert not scheduler.concluded
+    assert [(sequence, start) for sequence, start, _ in scheduler.expected] == [(first, 1 + 2), (second, 1 + 1)]
+    assert scheduler.expected[0][2][: len(forced)] == forced
+    assert scheduler.expected[1][2][: 1 + len(forced)] == [digit, *forced]
+    rest = tokenizer.encode(" favourite_colour: ")
+    two_grammars.grammars.advance(
+        StepOutput(1, np.array([first.id] * len(rest), np.int64), np.array(rest, np.int32)), scheduler
+    )
+    assert scheduler.expected[2:] == [(first, 3 + len(rest), [])], "nothing is forced any more"
+
+
+def test_a_grammar_whose_forced_text_takes_long_is_not_asked_again(two_grammars: TwoGrammars) -> None:
+    group = _group(3, 1)
+    forcing = Grammar(GrammarKind.CHOICE, '["a1a1a1a1"]')
+    two_grammars.grammars.begin(group, two_grammars.grammars.matchers(forcing, 1))
+    (sequence,) = group.sequences
+    clock, expected = two_grammars.clock, two_grammars.scheduler.expected
+    two_grammars.advance(sequence, two_grammars.letter)
+    assert expected[-1][2]
+    slow, times = iter([0.0, 2 * limits.FAILING_CPU_S]), []  # of consuming a token, and of the text that it forces
+
+    def timed() -> float:
+        if not clock._within:
+            clock.next_s = next(slow, 0.0)
+            times.append(clock.next_s)
+        return clock()
+
+    two_grammars.grammars._cpu_time = timed
+    two_grammars.advance(sequence, two_grammars.digit)
+    two_grammars.advance(sequence, two_grammars.letter)
+    assert len(times) == 4 and expected[-1][2] == [] and not two_grammars.scheduler.concluded
+    assert two_grammars.rows_left() == [True, True, True]
 
 
 def test_a_slow_token_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:

@@ -48,6 +48,35 @@ def test_rewinding_is_never_having_taken(compiler: GrammarCompiler, seed: int, t
     assert (matcher.may_end, matcher.stopped) == (fresh.may_end, fresh.stopped)
 
 
+FIELDS = Grammar(GrammarKind.REGEX, "(red|blue) favourite_colour and postal_code: [0-9]+")
+
+
+def test_forced_tokens_are_the_text_that_must_follow_as_it_is_tokenized(compiler: GrammarCompiler) -> None:
+    """Whatever tokens write it: after each, the rest of the text is forced. Its last tokens are left out, since they
+    may merge with what follows."""
+    tokens, text = compiler.vocabulary.tokens, " favourite_colour and postal_code: "
+    for spelled in (tokens.tokenize_str(text), [token for letter in text for token in tokens.tokenize_str(letter)]):
+        matcher = compiler.compile(FIELDS).matcher()
+        assert not len(matcher.forced_tokens()), "two texts may follow"
+        assert matcher.advance(tokens.tokenize_str("blue")[0])
+        rest = text
+        for token in spelled:
+            forced = matcher.forced_tokens().tolist()
+            said = tokens.decode_bytes(forced).decode()
+            assert rest.startswith(said) and forced == tokens.tokenize_str(rest)[: len(forced)], rest
+            assert len(rest) - len(said) <= len(": ") or len(said) > 20, (rest, said)
+            assert matcher.fork().forced_tokens().tolist() == forced
+            assert matcher.advance(token)
+            rest = rest[len(tokens.decode_bytes([token]).decode()) :]
+        assert not rest and not len(matcher.forced_tokens())
+        matcher.rewind(len(spelled))
+        whole = matcher.forced_tokens().tolist()
+        assert matcher.advance(spelled[0])
+        matcher.rewind(1)
+        assert matcher.forced_tokens().tolist() == whole
+        assert tokens.decode_bytes(matcher.forced_tokens().tolist()).decode().startswith(" favourite")
+
+
 def test_the_end_is_given_back_like_any_token(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.CHOICE, '["yes", "yes, but"]')).matcher()
     (end,) = compiler.vocabulary.end_ids

@@ -10,6 +10,12 @@ from quire.core.errors import ConfigError
 from tests.llm.drafting import always, on_device
 
 PROMPTS = ["the cat sat on the mat, the cat sat", "abcabcabcabc", "x", "zyxwvutsrqponm zyxwvutsr"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"is_member": {"type": "boolean"}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["is_member", "age"],
+    "additionalProperties": False,
+}
 KINDS = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 1.0, "seed": 3},
@@ -20,6 +26,10 @@ KINDS = {
     "ends": {"temperature": 1.0, "seed": 4, "min_tokens": 6, "stop_token_ids": list(range(60, 90))},
     "stop": {"temperature": 0, "stop": ["a", "e"]},
     "siblings": {"temperature": 0.9, "seed": 8, "n": 3},
+    "json": {"temperature": 0, "json": SCHEMA},
+    "json drawn": {"temperature": 1.0, "seed": 2, "n": 2, "json": SCHEMA, "logprobs": 2, "frequency_penalty": 0.4},
+    "completed": {"temperature": 0, "choice": ["completed by the last draft"], "max_tokens": 40},
+    "pattern": {"temperature": 0.8, "seed": 6, "regex": "(one|two) of three[!?] [a-z]{9}", "stop": ["three", "z"]},
 }  # fmt: skip
 
 
@@ -43,12 +53,38 @@ def said(outputs: list[RequestOutput]) -> list[object]:
 def test_outputs_are_the_same(pair: tuple[LLM, LLM], kind: str) -> None:
     """Twice: the second time the prefix tree has the outputs of the first, and most drafts are right."""
     plain, drafting = pair
-    params = SamplingParams(max_tokens=24, **KINDS[kind])
+    params = SamplingParams(**{"max_tokens": 24} | KINDS[kind])
     for _ in range(2):
         assert said(drafting.generate(PROMPTS, params)) == said(plain.generate(PROMPTS, params))
     counters = drafting._built.engine.scheduler.counters
     assert counters.drafted_tokens > counters.accepted_tokens > 0
     assert plain._built.engine.scheduler.counters.drafted_tokens == 0
+
+
+def test_a_forced_text_takes_one_step_for_several_tokens(tiny_folder: Path) -> None:
+    """Each byte is a token here, so only one may follow: what is forced is always accepted."""
+    plain = LLM(str(tiny_folder), dtype="float32")
+    jumping = always(LLM(str(tiny_folder), dtype="float32", speculative="grammar"))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, regex="[ab]-favourite-colour-[0-9]{3}")
+    (one,), (other,) = (llm.generate("x", params) for llm in (plain, jumping))
+    assert said([one]) == said([other]) and one.outputs[0].finish_reason == "stop"
+    metrics = other.metrics
+    assert metrics.num_drafted_tokens == metrics.num_accepted_tokens >= 13
+    steps = [llm._built.engine.scheduler.last_absorbed + 1 for llm in (plain, jumping)]
+    assert steps[0] - steps[1] == metrics.num_accepted_tokens
+    free = SamplingParams(temperature=0, max_tokens=20)
+    assert said(jumping.generate(PROMPTS[:2], free)) == said(plain.generate(PROMPTS[:2], free))
+    assert jumping._built.engine.scheduler.counters.drafted_tokens == metrics.num_drafted_tokens
+
+
+def test_a_request_that_leaves_no_token_behind_an_accepted_draft_is_told_so(tiny_folder: Path) -> None:
+    """The grammar wants "abcd", and d is a bad word: found in the step that emits b and c."""
+    bad = SamplingParams(temperature=0, max_tokens=9, regex="[ax]bcd", bad_words=["d"])
+    for speculative in ("off", "grammar"):
+        llm = LLM(str(tiny_folder), dtype="float32", speculative=speculative)
+        (output,) = (llm if speculative == "off" else always(llm)).generate("x", bad)
+        assert output.outputs[0].finish_reason == "nothing_left" and len(output.outputs[0].token_ids) == 3
+        assert output.metrics.num_accepted_tokens == (1 if speculative == "grammar" else 0)
 
 
 def test_drafts_on_the_device_change_no_output(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

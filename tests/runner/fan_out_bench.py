@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.ids import IntArray, Row
 from quire.core.step import Grants, Masks, Pending, StepPlan, StepResult
 from quire.runner.tensor_parallel import TensorParallelRunner, follow
 from tests import children
@@ -33,6 +34,7 @@ class NoWork:
 class _Done:
     def __init__(self, result: StepResult) -> None:
         self._result = result
+        self.drafted: dict[Row, IntArray] = {}
 
     def sample(self, masks: Masks) -> None:
         raise AssertionError("no row is masked")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.core.errors import RankFailed
+from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.worker_process import receive_bytes, send_bytes
 from quire.runner.tensor_parallel import TensorParallelRunner, checksum, follow
@@ -32,6 +33,7 @@ class Counting:
 class CountedStep:
     def __init__(self, token: int) -> None:
         self.token, self.step = token, token
+        self.drafted: dict[Row, IntArray] = {}
 
     def sample(self, masks: Masks) -> None:
         self.token += int(masks.bits[0, 0])

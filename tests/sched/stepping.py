@@ -1,12 +1,13 @@
 """A scheduler over a runner that can be computed by hand, driven step by step, so that a test can look in between."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from quire.core.ids import BlockId, RequestId, Row, SequenceId
+from quire.core.ids import BlockId, IntArray, RequestId, Row, SequenceId
 from quire.core.oracle import continuation
 from quire.core.request import BeamParams, EventKind, Request, RequestEvent, Sequence
 from quire.core.sampling import RowSampling
@@ -64,6 +65,10 @@ class _Recorded:
     def __init__(self, pending: Pending, recorder: Recorder) -> None:
         self._pending = pending
         self._recorder = recorder
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self._pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self._pending.sample(masks)

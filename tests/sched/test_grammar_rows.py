@@ -1,6 +1,10 @@
 """Rows with a grammar mask: every mask is computed from the tokens actually sampled, at any depth."""
 
+import random
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.oracle import total
 from quire.core.request import Request, Sequence
 from quire.core.sampling import RowSampling
@@ -20,11 +24,13 @@ from quire.sched.loop import Loop
 from quire.sched.policy import Policy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import SpeculationPolicy
 from quire.sim.runners import OracleRunner, first_allowed
 from tests.sched.inspection import state_of
 from tests.tiers import examples
 
 VOCAB = 40
+NO_DRAFTS = SpeculationPolicy()
 WORDS = 2
 
 
@@ -34,28 +40,50 @@ def mask_after(generated: Many[int], index: int) -> IntArray:
     return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
 
+# What the grammar says is forced after these tokens of a request: right or not, the output is the same.
+Forcing = Callable[[Request, int, list[int]], list[int]]
+
+
 class Grammar:
     """Computes masks from the tokens passed to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, forcing: Forcing | None) -> None:
+        self.forcing = forcing
         self.sampled: dict[SequenceId, list[int]] = {}
         self.concludes_after: dict[SequenceId, int] = {}
         self.fails_after: dict[SequenceId, int] = {}
 
-    def masks(self, sequences: Many[Sequence]) -> IntArray:
-        masks = [mask_after(self.sampled.setdefault(each.id, []), each.index) for each in sequences]
-        for each in sequences:
-            if len(self.sampled[each.id]) == self.fails_after.get(each.id):
+    def masks(self, sequences: Many[Sequence], drafts: Many[IntArray]) -> Masks:
+        passes: list[list[tuple[Row, IntArray]]] = [[]]
+        for each, ahead in zip(sequences, drafts, strict=True):
+            assert each.row is not None
+            known = list(self.sampled.setdefault(each.id, []))
+            if len(known) == self.fails_after.get(each.id):
                 raise ZeroDivisionError
-        return np.array(masks, dtype=np.int32).reshape(-1, WORDS)
+            passes[0].append((each.row, mask_after(known, each.index)))
+            for number, token in enumerate(ahead.tolist(), 1):
+                allowed = passes[number - 1][-1][1][token >> 5] >> (token & 31) & 1
+                known.append(token)
+                if not allowed or len(known) == self.concludes_after.get(each.id):
+                    break
+                passes[number:] = passes[number:] or [[]]
+                passes[number].append((each.row, mask_after(known, each.index)))
+        flat = [pair for each in passes for pair in each]
+        starts = tuple(accumulate(len(each) for each in passes[:-1]))
+        bits = np.array([bits for _, bits in flat], dtype=np.int32).reshape(-1, WORDS)
+        return Masks(np.array([row for row, _ in flat], dtype=np.int32), bits, starts)
 
     def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
         for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
             tokens = self.sampled.setdefault(SequenceId(number), [])
             tokens.append(token)
+            found = [s for group in scheduler.groups() for s in group.sequences if s.id == number]
             if len(tokens) == self.concludes_after.get(SequenceId(number)):
-                (sequence,) = [s for group in scheduler.groups() for s in group.sequences if s.id == number]
-                scheduler.conclude(sequence, FinishReason.STOP)
+                scheduler.conclude(found[0], FinishReason.STOP)
+            elif self.forcing is not None and found and found[0].request.sampling.masked:
+                forced = self.forcing(found[0].request, found[0].index, tokens)
+                start = len(found[0].request.prompt) + len(tokens)
+                scheduler.expect(found[0], start, np.array(forced, dtype=np.int32))
 
 
 class LoggedRunner:
@@ -75,6 +103,10 @@ class LoggedStep(NamedTuple):
     runner: LoggedRunner
     step: int
     pending: Pending
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self.pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self.runner.events.append(f"masks {self.step}")
@@ -110,14 +142,16 @@ class GrammarBench:
         max_rows: int = 4,
         max_step_tokens: int = 12,
         overcommit: Overcommit = Overcommit.HEDGE,
+        forcing: Forcing | None = None,
+        speculation: SpeculationPolicy = NO_DRAFTS,
     ) -> None:
         self.scheduler = Scheduler(
             KVManager(num_blocks, 4, max_rows),
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
-            policy=Policy(overcommit=overcommit),
+            policy=Policy(overcommit=overcommit, speculation=speculation),
         )
-        self.grammar = Grammar()
+        self.grammar = Grammar(forcing)
         self.events: list[str] = []
         self.runner = LoggedRunner(num_blocks, self.events)
         self.loop = Loop(self.scheduler, self.runner, depth, lambda: 0.0, self.grammar.masks, self._receive)
@@ -177,6 +211,78 @@ def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, requeste
         else:
             assert sampled == right, sequence
     assert not state_of(bench.scheduler).masked_rows and not bench.scheduler.has_masked
+
+
+def right_drafts(request: Request, index: int, sampled: list[int]) -> list[int]:
+    return expected(request, index)[len(sampled) :]
+
+
+JUMPING = SpeculationPolicy(max_drafts=3, governed=False, text=False)
+
+
+@settings(deadline=None, max_examples=examples(30, 150))
+@given(st.integers(0, 1), st.integers(28, 60), st.lists(requests, min_size=1, max_size=5), st.integers(0, 10**6))
+def test_what_a_grammar_forces_is_verified_and_changes_no_output(depth, num_blocks, requested, seed):
+    """Forced tokens that are right, wrong, or right up to some place, of rows that end, fork and are preempted."""
+
+    def forcing(request: Request, index: int, sampled: list[int]) -> list[int]:
+        chance = random.Random(seed + sum(sampled) + len(sampled))
+        forced = right_drafts(request, index, sampled)[: chance.randint(0, 5)]
+        return [token if chance.random() < 0.8 else chance.randrange(VOCAB) for token in forced]
+
+    bench = GrammarBench(depth, num_blocks, overcommit=Overcommit.OPTIMISTIC, forcing=forcing, speculation=JUMPING)
+    for number, (prompt, max_tokens, masked, n, ends) in enumerate(requested):
+        bench.add(number, prompt, max_tokens, masked=masked, n=n, ends=ends)
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index), sequence
+    assert not state_of(bench.scheduler).forced
+
+
+@pytest.mark.parametrize(("depth", "num_accepted"), [(0, 15), (1, 14)])
+def test_forced_tokens_are_emitted_in_one_step(depth, num_accepted):
+    """One token of 21 comes with the prompt, then four in each step: 6 steps. With a step in flight, the grammar knows
+    nothing yet when the second is planned."""
+    bench = GrammarBench(depth, 60, forcing=right_drafts, speculation=JUMPING)
+    bench.add(0, [5, 6], 21, masked=True)
+    bench.run()
+    (sequence,) = bench.sequences
+    assert bench.sampled[sequence.id] == expected(sequence.request, 0)
+    counters = bench.scheduler.counters
+    assert counters.drafted_tokens == counters.accepted_tokens == num_accepted == sequence.group.num_accepted
+    assert bench.scheduler.last_absorbed + 1 == 21 - num_accepted + depth, "and one in flight when it ended"
+
+
+def test_what_was_forced_is_forgotten_when_nothing_is():
+    """Three wrong tokens of six are drafted once: then the grammar forces nothing."""
+    bench = GrammarBench(
+        0, 60, forcing=lambda request, index, sampled: [VOCAB] * 6 * (len(sampled) == 1), speculation=JUMPING
+    )
+    bench.add(0, [5, 6], 8, masked=True)
+    bench.run()
+    assert bench.scheduler.counters.drafted_tokens == 3 and not bench.scheduler.counters.accepted_tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_behind_the_end_of_a_grammar_are_not_emitted(depth):
+    bench = GrammarBench(depth, 60, forcing=right_drafts, speculation=JUMPING)
+    bench.add(0, [5, 6], 21, masked=True)
+    bench.grammar.concludes_after = {bench.sequences[0].id: 7}
+    bench.run()
+    (sequence,) = bench.sequences
+    assert bench.sampled[sequence.id] == expected(sequence.request, 0)[:7]
+    assert sequence.finish_reason is FinishReason.STOP
+
+
+def test_only_rows_under_a_grammar_draft_where_nothing_else_is_drafted():
+    bench = GrammarBench(0, 60, forcing=right_drafts, speculation=JUMPING)
+    bench.add(0, [5, 6], 12, masked=False)
+    bench.add(1, [7], 12, masked=True)
+    bench.run()
+    plain, masked = bench.sequences
+    assert plain.group.num_drafted == 0 and masked.group.num_drafted > 0
+    assert JUMPING.jumps and not replace(JUMPING, max_verified=9).jumps and not SpeculationPolicy().jumps
+    assert not replace(JUMPING, max_verified=9).allows(masked.request.sampling), "on a GPU"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

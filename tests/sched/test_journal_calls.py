@@ -17,6 +17,7 @@ from quire.sched.journal.recorder import JournaledScheduler
 from quire.sched.journal.records import (
     ConcludeRecord,
     ControlRecord,
+    ExpectRecord,
     FailRecord,
     Record,
     RecordKind,
@@ -122,6 +123,7 @@ def test_a_sequence_may_be_ended_for_any_reason(reason: FinishReason) -> None:
         (StopRecord(SequenceId(1), FinishReason.OUT_OF_MEMORY), b"\x03\x01\x05"),
         (StopRecord(SequenceId(1), FinishReason.FAILED), b"\x03\x01\x06"),
         (ConcludeRecord(SequenceId(1), FinishReason.NOTHING_LEFT), b"\x0f\x01\x07"),
+        (ExpectRecord(SequenceId(2), 300, 5), b"\x13\x02\xac\x02\x05"),
         (FailRecord(request_of(7, 1, 1, 1, None).id), b"\x10\x07"),
         (RestrictRecord(None), b"\x11\x00"),
         (RestrictRecord(frozenset()), b"\x11\x01\x00\x01"),

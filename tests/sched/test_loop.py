@@ -1,7 +1,10 @@
 """The engine loop: steps in flight, lost steps, and what is reported."""
 
+from collections.abc import Mapping
+
 import pytest
 
+from quire.core.ids import IntArray, Row
 from quire.core.request import Sequence
 from quire.core.step import FinishReason, Masks, Pending, StepLost, StepPlan, StepResult
 from quire.sim.runners import OracleRunner
@@ -38,6 +41,10 @@ class _Lossy:
     def __init__(self, pending: Pending, lossy: Lossy) -> None:
         self._pending = pending
         self._lossy = lossy
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self._pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self._pending.sample(masks)

@@ -59,7 +59,7 @@ def test_drafts_behind_an_end_token_are_not_emitted() -> None:
     assert sequence.finish_reason is FinishReason.STOP
 
 
-def test_a_masked_row_and_a_beam_have_no_drafts() -> None:
+def test_a_beam_has_no_drafts() -> None:
     bench = Bench(oracle=True, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right)
     bench.add_beams([5, 6, 7], 6, 2)
     bench.run()
@@ -152,6 +152,26 @@ def test_rows_whose_drafts_are_right_get_many_and_the_others_none() -> None:
     assert counts(made, rows, 10_000)[:2] == [4, 4]
     assert counts(made, rows, 10_001) == [4, 4, 0, 1], "one row tries in a step"
     assert counts(made, rows, 10_002) == [4, 4, 0, 0], "both others have tried"
+
+
+def test_what_a_grammar_forces_is_a_limit_and_has_an_acceptance_of_its_own() -> None:
+    made, rows = governor(CHEAP)
+    forced = np.array([3, 1, 0, 0])
+
+    def planned(step: int) -> list[int]:
+        return made.choose(step, rows, np.full(4, 100), StepShape(4, 400), 100, forced).tolist()
+
+    assert planned(0) == [3, 1, 1, 1], "before the first draft, forced text is the likelier one"
+    for _ in range(50):
+        made.note(rows.astype(np.int32), np.array([3, 1, 4, 4]), np.array([3, 1, 0, 0]), forced > 0)
+    assert planned(1) == [3, 1, 0, 0]
+    made.start(Row(2), 2)  # a new row: what all rows had decides
+    forced[2] = 3
+    assert planned(2)[2] == 3
+    forced[2] = 0
+    assert planned(3)[2] == 0
+    made.replace_policy(SpeculationPolicy(max_drafts=4, text=False, governed=False), forget=False)
+    assert planned(4) == [3, 1, 0, 0], "nothing else is drafted"
 
 
 def test_no_draft_is_planned_where_a_token_costs_as_much_as_a_step() -> None:

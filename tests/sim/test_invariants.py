@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import AppendTokens, Masks, StepPlan, StepResult
+from quire.core.step import AppendTokens, Drafts, Masks, StepPlan, StepResult, Verified
 from quire.sim.check.invariants import InFlightWatch
 from tests.runner.plans import DEVICE, HOST, grants, host_driven, moves, row_start, sample, seat_of
 
@@ -216,6 +216,35 @@ def test_a_mask_is_of_the_tokens_that_its_row_has_and_of_no_others() -> None:
             masked_watch().sample(masks_of(wrong), _runs, _sum)
     with pytest.raises(AssertionError, match="need masks"):
         masked_watch().sample(masks_of({0: [7]}), lambda row: row == 0, _sum)
+
+
+def test_a_row_with_drafts_has_masks_after_them_and_emits_no_more_tokens_than_masks() -> None:
+    def launched() -> InFlightWatch:
+        watch = masked_watch()
+        watch.sample(masks_of({0: [7]}), _runs, _sum)
+        watch.absorb(StepResult(1, np.array([0], np.int32), np.array([8], np.int32)))
+        drafts = Drafts(np.array([0], np.int32), np.array([1], np.int32))
+        watch.launch(StepPlan(2, num_decoding=1, masked=(Row(0),), drafts=drafts, grants=grants({0: [4]})))
+        return watch
+
+    drafted = {Row(0): np.array([9], np.int32)}
+    two = Masks(np.array([0, 0], np.int32), np.array([_sum([7, 8]), _sum([7, 8, 9])]), passes=(1,))
+    result = StepResult(2, np.array([0, 0], np.int32), np.array([9, 1], np.int32), passes=(1,))
+    one = np.array([1], np.int32)
+    result = replace(result, verified=Verified(np.array([0], np.int32), one, one))
+    right = launched()
+    right.sample(two, _runs, _sum, drafted)
+    right.absorb(result)
+    with pytest.raises(AssertionError, match="another mask"):
+        launched().sample(two._replace(bits=two.bits[::-1]), _runs, _sum, drafted)
+    with pytest.raises(AssertionError, match="another mask"):
+        launched().sample(two, _runs, _sum, {Row(0): np.array([5], np.int32)})
+    with pytest.raises(AssertionError, match="unplanned"):
+        launched().sample(two, _runs, _sum, {Row(1): np.array([5], np.int32)})
+    few = launched()
+    few.sample(masks_of({0: [7, 8]}), _runs, _sum, drafted)
+    with pytest.raises(AssertionError, match="2 tokens under 1 masks"):
+        few.absorb(result)
 
 
 def test_masks_come_after_the_step_before_and_before_the_next_launch() -> None:

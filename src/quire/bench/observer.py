@@ -4,7 +4,7 @@ Figures are derived from these events afterwards: nothing is summed, and the hos
 Device times are CUDA events in the current stream; a runner that works in another stream is not seen by them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -145,6 +145,10 @@ class _ObservedStep:
     launched_s: float
     span: TimeSpan | None
     observer: Observer
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self.pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self.pending.sample(masks)

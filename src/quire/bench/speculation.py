@@ -3,6 +3,7 @@
     quote     the prompt has a passage of Python's help texts twice; the second breaks off, and the model continues it
     repeat    a request that was answered before, again
     chat      the beginning of a story, another one each time: nothing to repeat
+    json      a person described under a JSON schema, another one each time: its grammar forces the names of the fields
 
 On a GPU also with planted acceptance: whatever is drafted is accepted with a given probability, so that a model with
 random weights shows what drafts gain, with the governor and with a fixed number of drafts.
@@ -28,6 +29,29 @@ _PASSAGE = 1500  # characters
 _BEGUN = 80  # of them, repeated in the prompt
 _PLACES = ("by the sea", "in the mountains", "on a small island", "at the edge of a forest", "in an old harbour town")
 _PERSONS = ("a clockmaker", "a young baker", "two brothers", "a retired captain", "a girl with a telescope")
+
+
+_RECORD: dict[str, object] = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "occupation": {"type": "string", "maxLength": 24},
+        "year_of_birth": {"type": "integer", "minimum": 1800, "maximum": 2020},
+        "is_member": {"type": "boolean"},
+        "address": {
+            "type": "object",
+            "properties": {
+                "street_and_number": {"type": "string", "maxLength": 20},
+                "postal_code": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "country": {"enum": ["Norway", "Sweden", "Denmark"]},
+            },
+            "required": ["street_and_number", "postal_code", "country"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["first_name", "occupation", "year_of_birth", "is_member", "address"],
+    "additionalProperties": False,
+}
 
 
 class SpeculationFigure(NamedTuple):
@@ -64,6 +88,8 @@ def _prompt(task: str, number: int) -> str:
         passage = text[start : start + _PASSAGE]
         return f"{passage}\n\nThe same text again:\n\n{passage[:_BEGUN]}"
     place, person = _PLACES[number % len(_PLACES)], _PERSONS[number // len(_PLACES) % len(_PERSONS)]
+    if task == "json":
+        return f"Person {number} is {person} who lives {place}. All that is known, as a JSON object:\n"
     return f"Story {number}. Once upon a time there lived {person} {place}. One morning"
 
 
@@ -79,8 +105,9 @@ def measure_speculation(
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[SpeculationFigure]:
     """Figures of every task and number of requests. The first repeat of each warms up and is not counted."""
-    params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_output, ignore_eos=True)
+    usual = SamplingParams(temperature=temperature, seed=0, max_tokens=num_output, ignore_eos=True)
     for task in tasks:
+        params = replace(usual, json=_RECORD) if task == "json" else usual
         for size in sizes:
             say(f"{task}, {size}")
             pairs: list[tuple[_Turn, _Turn]] = []  # without drafts, and with them

@@ -31,7 +31,7 @@ THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
 _DTYPES = ("bfloat16", "float16")
 _FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16", "kv_cache_dtype=int8")
-_TASKS = ("quote", "repeat", "chat")
+_TASKS = ("quote", "repeat", "chat", "json")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 

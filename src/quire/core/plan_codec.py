@@ -10,12 +10,12 @@ from quire.core.codec import RecordDecoder, RecordEncoder, UnreadableRecord
 from quire.core.ids import BlockId, IntArray, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
 from quire.core.sampling import RowSampling
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, Grants, Masks, RowStart, StepPlan
+from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, ForcedTokens, Grants, Masks, RowStart, StepPlan
 
 _TIERS = (Tier.DEVICE, Tier.HOST)
 # Bits of the parts that a plan has.
-_MOVES, _RELEASES, _STARTS, _APPENDS, _GRANTS, _CHUNKS, _PAUSES, _DRAFTS, _MASKED, _PADDING, _RESET = (
-    1 << place for place in range(11)
+_MOVES, _RELEASES, _STARTS, _APPENDS, _GRANTS, _CHUNKS, _PAUSES, _DRAFTS, _MASKED, _PADDING, _RESET, _FORCED = (
+    1 << place for place in range(12)
 )
 
 
@@ -54,6 +54,12 @@ def encode_plan(plan: StepPlan) -> bytes:
         encoder.array(plan.masked)
     if plan.num_padding:
         encoder.count(plan.num_padding)
+    if plan.forced:
+        encoder.count(len(plan.forced))
+        for forced in plan.forced:
+            encoder.count(forced.row)
+            encoder.count(forced.start)
+            encoder.array(forced.tokens)
     return bytes(encoder.data)
 
 
@@ -70,6 +76,7 @@ def _parts(plan: StepPlan) -> int:
         plan.masked,
         plan.num_padding,
         plan.reset,
+        plan.forced,
     )
     return sum(1 << place for place, each in enumerate(present) if each)
 
@@ -91,6 +98,7 @@ def decode_plan(data: bytes) -> StepPlan:
         masked=_rows(decoder) if parts & _MASKED else (),
         num_decoding=num_decoding,
         num_padding=decoder.count() if parts & _PADDING else 0,
+        forced=tuple(_forced(decoder) for _ in range(decoder.count())) if parts & _FORCED else (),
         reset=bool(parts & _RESET),
     )
     if not decoder.at_end:
@@ -101,15 +109,16 @@ def decode_plan(data: bytes) -> StepPlan:
 def encode_masks(masks: Masks) -> bytes:
     encoder = RecordEncoder()
     encoder.array(masks.rows)
+    encoder.array(masks.passes)
     encoder.count(masks.bits.shape[1] if masks.bits.ndim == 2 else 0)
     return bytes(encoder.data) + np.ascontiguousarray(masks.bits, "<i4").tobytes()
 
 
 def decode_masks(data: bytes) -> Masks:
     decoder = RecordDecoder(data)
-    rows, width = _integers(decoder), decoder.count()
+    rows, passes, width = _integers(decoder), tuple(decoder.array().tolist()), decoder.count()
     bits = np.frombuffer(decoder.raw(4 * width * len(rows)), "<i4").astype(np.int32).reshape(len(rows), width)
-    return Masks(rows, bits)
+    return Masks(rows, bits, passes)
 
 
 def _integers(decoder: RecordDecoder) -> IntArray:
@@ -126,6 +135,10 @@ def _moves(decoder: RecordDecoder) -> tuple[Move, ...]:
         Move(Place(_TIERS[pair // 2], BlockId(source)), Place(_TIERS[pair % 2], BlockId(target)))
         for pair, source, target in zip(tiers, sources, targets, strict=True)
     )
+
+
+def _forced(decoder: RecordDecoder) -> ForcedTokens:
+    return ForcedTokens(Row(decoder.count()), decoder.count(), _integers(decoder))
 
 
 def _append(decoder: RecordDecoder) -> AppendTokens:

@@ -37,14 +37,18 @@ would emit in as many steps without drafts: a token is a function of its logits 
 proposal decodes as usual. The host counts on one token per row and step until it has the result, and grants blocks up
 to where a row can be at most. Keys and values of rejected drafts lie behind the row's length, where nothing reads them,
 until the row overwrites them. Both sides count the steps to a row's length limit by the minimum; a row that ends
-earlier says so in the result. Masked, host-driven and pooled rows have no drafts.
+earlier says so in the result. Host-driven and pooled rows have no drafts.
 
 **Masked rows.** A row under a grammar samples from what a mask allows, and the mask depends on its last token. So a
 step with masked rows is launched in two parts: `launch` starts the forward pass, `Pending.sample` the sampling of all
 its rows. In between the host absorbs the step before and computes the masks, while the device runs the forward pass.
+A masked row with drafts has a mask for each of its positions: that of its next token, that after its first draft, and
+so on. `Pending.drafted` says which tokens these are. The row stops at the first position without a mask: where its
+grammar does not allow the draft before it, or ends. `StepPlan.forced` names tokens that a grammar forces: a row that
+has come to them drafts them (jump forward).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from itertools import pairwise
@@ -123,6 +127,19 @@ class Drafts:
         return len(self.rows)
 
 
+class ForcedTokens(NamedTuple):
+    """The grammar of a row forces a text. Tokenized, these are its tokens from position `start` on: likely ones, since
+    the same text may be sampled in other tokens."""
+
+    row: Row
+    start: int
+    tokens: IntArray
+
+    def after(self, num_tokens: int) -> IntArray:
+        """Those that may follow this many tokens of the row."""
+        return self.tokens[num_tokens - self.start :] if num_tokens >= self.start else self.tokens[:0]
+
+
 @dataclass(frozen=True, slots=True)
 class AppendTokens:
     """The tokens of a host-driven row grow by these."""
@@ -153,6 +170,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()  # decoding rows that skip this step
     drafts: Drafts = field(default_factory=Drafts)  # rows that may verify drafts
+    forced: tuple[ForcedTokens, ...] = ()  # of some of these rows
     masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask: `Pending.sample` brings the masks
     num_decoding: int = 0  # decoding rows of this step, among them rows that ended since the last result
     num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes only)
@@ -239,11 +257,18 @@ class Masks(NamedTuple):
     """Grammar masks of one step: row `rows[i]` may sample token t if bit t % 32 of `bits[i, t // 32]` is set.
 
     The masked rows of the plan, in its order, without those whose sequence has ended since it was launched: what these
-    sample is dropped.
+    sample is dropped. Rows with drafts have further masks, in passes, as `StepResult` has tokens.
     """
 
     rows: IntArray
     bits: IntArray  # [rows, words]
+    passes: tuple[int, ...] = ()  # where the second and each later pass begins
+
+    def of_pass(self, number: int) -> "Masks":
+        """The masks of one pass; none if there are fewer passes."""
+        bounds = (0, *self.passes, len(self.rows))
+        start, stop = bounds[number : number + 2] if number < len(bounds) - 1 else (0, 0)
+        return Masks(self.rows[start:stop], self.bits[start:stop])
 
 
 class StepLost(Exception):
@@ -257,6 +282,10 @@ class StepLost(Exception):
 
 class Pending(Protocol):
     """A step in flight. Its methods, like `launch`, may raise `StepLost`."""
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        """The drafts of masked rows, known as soon as the step is launched."""
 
     def sample(self, masks: Masks) -> None:
         """Sample the tokens of a step with masked rows: once, after the result of the step before, and before the next

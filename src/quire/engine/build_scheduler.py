@@ -132,11 +132,11 @@ def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, 
 
 def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy:
     """`captured`: CUDA graphs verify the drafts."""
-    if not drafters:
+    text, tree = drafters != ("grammar",), "tree" in drafters
+    if not drafters or (captured and not text):
         return SpeculationPolicy()
-    tree = "tree" in drafters
     if not captured:
-        return SpeculationPolicy(MAX_DRAFTS, tree=tree)
+        return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
     return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, max_verified=MAX_VERIFIED)
 
 

@@ -1,5 +1,8 @@
 """Grammar matchers of running sequences, and their masks for the next step.
 
+A sequence with drafts has a mask after each of them. Where its grammar forces the text that comes next, it is
+passed to the scheduler, and the sequence drafts it (jump forward).
+
 Fails closed: a failed matcher masks every token, so only its row ends, with an error. So does every sequence of a
 grammar that takes too long: all other rows wait for it.
 """
@@ -7,8 +10,10 @@ grammar that takes too long: all other rows wait for it.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,7 +21,7 @@ from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import IntArray, SequenceId
 from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import Grammar
-from quire.core.step import FinishReason
+from quire.core.step import FinishReason, Masks
 from quire.core.step_output import StepOutput
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
@@ -38,8 +43,8 @@ class GrammarMasks:
     """Starts with a request group, advances with its tokens, drops finished sequences."""
 
     __slots__ = (
-        "_bits", "_compiler", "_cpu_time", "_lock", "_matchers", "_num_singly", "_num_threads", "_num_words", "_pool",
-        "_vocabulary", "_wall_time",
+        "_bits", "_compiler", "_cpu_time", "_forcing", "_lock", "_matchers", "_num_singly", "_num_threads",
+        "_num_words", "_pool", "_vocabulary", "_wall_time",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +67,7 @@ class GrammarMasks:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._matchers: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
+        self._forcing: set[SequenceId] = set()  # those whose grammar forced something, when it was last asked
 
     def prepare(self, grammar: Grammar) -> CompiledGrammar:
         """Compile, or return from the cache. Raises InvalidGrammar. Thread-safe."""
@@ -87,15 +93,47 @@ class GrammarMasks:
         for sequence, matcher in zip(group.sequences, matchers, strict=True):
             self._matchers[sequence.id] = (sequence, matcher)
 
-    def masks(self, sequences: Many[Sequence]) -> IntArray:
-        """The mask of allowed next tokens of each sequence, until the next call."""
+    def masks(self, sequences: Many[Sequence], drafts: Many[IntArray]) -> Masks:
+        """The masks of allowed tokens of each sequence, for its next token and after each of its drafts, until the next
+        call."""
         if len(sequences) > len(self._bits):
             self._bits = np.zeros((2 * len(sequences), self._num_words), dtype=np.int32)
         bits = self._bits[: len(sequences)]
         if not self._fill_together(sequences, bits):
             for sequence, row in zip(sequences, bits, strict=True):
                 self._fill(sequence, row)
-        return bits
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int32)
+        passes = [(rows, bits)]
+        places = [place for place, tokens in enumerate(drafts) if len(tokens)]
+        further = {place: self._after_drafts(sequences[place], bits[place], drafts[place]) for place in places}
+        for number in range(max(map(len, further.values()), default=0)):
+            longer = [place for place in places if number < len(further[place])]
+            passes.append((rows[longer], np.stack([further[place][number] for place in longer])))
+        if len(passes) == 1:
+            return Masks(rows, bits)
+        starts = tuple(accumulate(len(each) for each, _ in passes[:-1]))
+        return Masks(np.concatenate([each for each, _ in passes]), np.concatenate([each for _, each in passes]), starts)
+
+    def _after_drafts(self, sequence: Sequence, first: IntArray, drafts: IntArray) -> list[IntArray]:
+        """The masks after each draft of a sequence, up to the first that is not allowed or completes the text. In a
+        copy of its matcher: what fails there leaves fewer masks, and the sequence as it is."""
+        masks = [first]
+        try:
+            _, matcher = self._matchers[sequence.id]
+            started_s = self._cpu_time()
+            ahead = None if matcher.failed else matcher.fork()
+            for token in drafts.tolist():
+                bits = np.zeros(self._num_words, dtype=np.int32)
+                is_allowed = bool(masks[-1][token >> 5] >> (token & 31) & 1)
+                if ahead is None or not is_allowed or not ahead.advance(token) or ahead.stopped:
+                    break
+                if not ahead.fill_mask(bits) or self._is_slow(ahead, started_s):
+                    break
+                masks.append(bits)
+        except BaseException as error:
+            _pass_interrupt(error)
+            _log.exception("the grammar of request %s failed behind drafts", sequence.request.id)
+        return masks[1:]
 
     def _fill_together(self, sequences: Many[Sequence], bits: IntArray) -> bool:
         """All masks at once, in threads; False: each must be filled alone."""
@@ -138,13 +176,16 @@ class GrammarMasks:
         return entry is not None and entry[1].failed
 
     def mask(self, sequence: Sequence) -> IntArray | None:
-        """The mask of a sequence that ended without a token; None without a working grammar."""
+        """The mask of a sequence that ended without a token, after all before it; None without a working grammar."""
         entry = self._matchers.get(sequence.id)
         if entry is None:
             return None
         bits = np.zeros(self._num_words, dtype=np.int32)
         try:
-            return bits if entry[1].fill_mask(bits) else None
+            matcher = entry[1]
+            for token in sequence.tokens[len(sequence.request.prompt) + matcher.num_tokens :].tolist():
+                matcher.advance(token)  # of the same step
+            return bits if matcher.fill_mask(bits) else None
         except BaseException as error:
             _pass_interrupt(error)
             _log.exception("the grammar of request %s failed", sequence.request.id)
@@ -169,16 +210,42 @@ class GrammarMasks:
         """Advance with the step's tokens. A sequence that can continue no further is finished, end token or not."""
         if not self._matchers:
             return
-        sampled = zip(output.sequences.tolist(), output.tokens.tolist(), strict=True)
-        found = [
-            (entry, token) for name, token in sampled if (entry := self._matchers.get(SequenceId(name))) is not None
-        ]
-        going_on = [(sequence, matcher, token) for (sequence, matcher), token in found if not sequence.finished]
-        if not self._advance_together(going_on, scheduler):
-            for sequence, matcher, token in going_on:
-                self._conclude(sequence, self._advance_one(matcher, sequence.id, token), scheduler)
+        passes: list[list[tuple[Sequence, GrammarMatcher, int]]] = []
+        num_seen: Counter[int] = Counter()
+        for name, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
+            entry = self._matchers.get(SequenceId(name))
+            if entry is not None:
+                if num_seen[name] == len(passes):
+                    passes.append([])
+                passes[num_seen[name]].append((*entry, token))
+                num_seen[name] += 1
+        for sampled in passes:
+            going_on = [each for each in sampled if not each[0].finished]
+            if not self._advance_together(going_on, scheduler):
+                for sequence, matcher, token in going_on:
+                    self._conclude(sequence, self._advance_one(matcher, sequence.id, token), scheduler)
+        if passes and scheduler.policy.speculation.jumps:
+            for sequence, matcher, _ in passes[0]:
+                if not sequence.finished:
+                    self._expect_forced(sequence, matcher, scheduler)
         for name in [name for name, (sequence, _) in self._matchers.items() if sequence.finished]:
             del self._matchers[name]
+            self._forcing.discard(name)
+
+    def _expect_forced(self, sequence: Sequence, matcher: GrammarMatcher, scheduler: Scheduler) -> None:
+        """Name what the grammar forces next, to be drafted; also that it is nothing, if it was something before."""
+        tokens: IntArray = np.empty(0, dtype=np.int32)
+        try:
+            started_s = self._cpu_time()
+            tokens = matcher.forced_tokens()
+            if self._cpu_time() - started_s > limits.FAILING_CPU_S:  # a very long text: not worth a delay of all rows
+                matcher.pattern.jumps = False
+        except BaseException as error:
+            _pass_interrupt(error)
+            _log.exception("the forced text of a grammar failed")
+        if len(tokens) or sequence.id in self._forcing:
+            scheduler.expect(sequence, len(sequence.request.prompt) + matcher.num_tokens, tokens)
+            (self._forcing.add if len(tokens) else self._forcing.discard)(sequence.id)
 
     def _advance_together(self, sampled: list[tuple[Sequence, GrammarMatcher, int]], scheduler: Scheduler) -> bool:
         """All at once, in threads; False: each must be advanced alone."""

@@ -87,13 +87,14 @@ class CompiledGrammar:
     matcher that finds it full gets a new one, so only a grammar that fills a lexer alone can fail.
     """
 
-    __slots__ = ("_lock", "_prototype", "_source", "num_masks", "vocabulary")
+    __slots__ = ("_lock", "_prototype", "_source", "jumps", "num_masks", "vocabulary")
 
     def __init__(self, source: GrammarSource, vocabulary: GrammarVocabulary) -> None:
         self._source = source
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
         self.num_masks = 0  # counted without a lock: only an estimate of the lexer's growth
+        self.jumps = True
         self._prototype = self._build()
 
     def matcher(self) -> GrammarMatcher:

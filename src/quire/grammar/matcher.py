@@ -15,12 +15,17 @@ from quire.core.ids import IntArray
 from quire.grammar.vocabulary import GrammarVocabulary
 
 _TOKENS_BETWEEN_RENEWALS = 256  # a grammar that fills a new lexer sooner is itself too large
+_MAX_FORCED_BYTES = 64  # of forced text that is tokenized at a time: more than a step can draft
+
+
+_NOTHING: IntArray = np.empty(0, dtype=np.int32)
 
 
 class MatcherSource(Protocol):
     """What a matcher is built from; `CompiledGrammar` implements it."""
 
     num_masks: int
+    jumps: bool  # whether its matchers look for forced text
 
     @property
     def vocabulary(self) -> GrammarVocabulary: ...
@@ -32,7 +37,9 @@ class MatcherSource(Protocol):
 class GrammarMatcher:
     """One sequence's state in its grammar: a function of the consumed tokens. Not thread-safe."""
 
-    __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble", "violated")
+    __slots__ = (
+        "_ended", "_forced", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble", "violated",
+    )  # fmt: skip
 
     def __init__(self, pattern: MatcherSource) -> None:
         self.pattern = pattern
@@ -40,6 +47,7 @@ class GrammarMatcher:
         self._inner = self._origin.deep_copy()
         self._tokens: list[int] = []  # without the end token, which is never passed to llguidance
         self._renewed_at = -_TOKENS_BETWEEN_RENEWALS
+        self._forced = b""  # known text that must follow
         self._ended = False
         self.failed = False  # no token is allowed any more: the sequence must end with an error
         self.violated = False  # it failed because a token was consumed that no mask had allowed
@@ -76,6 +84,9 @@ class GrammarMatcher:
         """A token was passed to llguidance, which took it or not. Where its lexer was full it is passed again."""
         if taken or (self._renew() and self._inner.consume_token(token)):
             self._tokens.append(token)
+            if self._forced:
+                said = self.pattern.vocabulary.tokens.decode_bytes([token])
+                self._forced = self._forced[len(said) :] if self._forced.startswith(said) else b""
             return True
         self.failed = True
         self.trouble = self._inner.get_error()
@@ -97,9 +108,28 @@ class GrammarMatcher:
         """The end token was consumed."""
         return self._ended
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens consumed, without the end token."""
+        return len(self._tokens)
+
+    def forced_tokens(self) -> IntArray:
+        """The text that must follow as the tokenizer writes it, from its beginning, but for the last tokens, which may
+        be others where more text follows. Any other tokens of the same text are allowed, too."""
+        vocabulary = self.pattern.vocabulary
+        if self.failed or self._ended or not vocabulary.canonical or not self.pattern.jumps:
+            return _NOTHING
+        if not self._forced:
+            self._forced = self._inner.compute_ff_bytes()
+        if not self._forced:
+            return _NOTHING
+        tokens, _ = vocabulary.tokens.tokenize_partial(self._forced[:_MAX_FORCED_BYTES])
+        return np.array(tokens, dtype=np.int32)
+
     def rewind(self, num_tokens: int) -> None:
         """Roll back the last tokens, the end token included."""
         assert not self.failed and 0 <= num_tokens <= len(self._tokens) + self._ended, num_tokens
+        self._forced = b""
         if num_tokens and self._ended:
             self._ended = False
             num_tokens -= 1
@@ -122,6 +152,7 @@ class GrammarMatcher:
         twin._inner = self._inner.deep_copy()
         twin._tokens = list(self._tokens)
         twin._renewed_at = self._renewed_at
+        twin._forced = self._forced
         twin._ended = self._ended
         return twin
 

@@ -44,6 +44,11 @@ class GrammarVocabulary:
         self.ends = _bits(list(ends), self.num_words)
 
     @property
+    def canonical(self) -> bool:
+        """Whether llguidance tokenizes as the tokenizer does."""
+        return bool(self.tokens.is_canonical)
+
+    @property
     def exact(self) -> bool:
         """Whether llguidance's masks have our width."""
         return self.tokens_wide == self.width

@@ -5,6 +5,7 @@
     tree     what an earlier request with the same prefix went on with, as the prefix tree remembers it (the plan hands
              it to the row when the row starts); followed for as long as the row says the same, and found again where
              the row returns to it
+    forced   the text that the grammar of a row forces, as the plan names it (jump forward)
 
 A wrong draft costs time and never changes an output. Host side, numpy: for runners that compute a step before `launch`
 returns, and so know every token when the next is launched. Does not depend on torch.
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Drafts, RowStart
+from quire.core.step import Drafts, ForcedTokens, RowStart
 
 # The default model on stories and quotations, drawn at temperature 0.8: after 2 tokens that occurred before, the next
 # one is the same in 37 % of the places, after 3 in 50 %, after 12 in 90 %; greedy in 65, 75 and 96 %. The number of
@@ -131,9 +132,15 @@ class Drafted(NamedTuple):
     counts: NDArray[np.int64]  # [n]
     tokens: IntArray  # [sum of counts]
 
+    def of_rows(self, rows: Iterable[Row]) -> dict[Row, IntArray]:
+        """The drafts of those of these rows that have any."""
+        by_row = dict(zip(self.rows.tolist(), np.split(self.tokens, np.cumsum(self.counts)[:-1]), strict=True))
+        return {row: by_row[row] for row in rows if row in by_row}
+
 
 class Drafting:
-    """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something."""
+    """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something.
+    Without drafters, rows have only the drafts that a plan names."""
 
     def __init__(self, max_rows: int, drafters: Sequence[Drafter]) -> None:
         self._drafters = drafters
@@ -161,12 +168,17 @@ class Drafting:
         self._tokens[rows, self._lengths[rows]] = tokens
         self._lengths[rows] += 1
 
-    def propose(self, drafts: Drafts) -> Drafted | None:
-        """Drafts for each row, at most its number, none behind its last position; None: no row has any."""
+    def propose(self, drafts: Drafts, forced: Iterable[ForcedTokens] = ()) -> Drafted | None:
+        """Drafts for each row, at most its number, none behind its last position; None: no row has any. What a grammar
+        forces comes first."""
         found: list[tuple[int, IntArray]] = []
+        by_row = {span.row: span for span in forced}
         for number, most in zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True):
-            count = min(most, int(self._limits[number] - 1 - self._lengths[number]))
-            tokens = self._ask(Row(number), count) if count > 0 else _NOTHING
+            row, length = Row(number), int(self._lengths[number])
+            count = min(most, int(self._limits[number]) - 1 - length)
+            tokens = by_row[row].after(length)[:count] if row in by_row and count > 0 else _NOTHING
+            if count > 0 and not len(tokens):
+                tokens = self._ask(row, count)
             if len(tokens):
                 found.append((number, tokens))
         if not found:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.fault_injection import FaultSite, trip_any
-from quire.core.ids import NULL_BLOCK, IntArray
+from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import (
     Chunk,
     ChunkOutput,
@@ -54,6 +54,8 @@ from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture,
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
 from quire.runner.verification import (
+    Choose,
+    PendingTokens,
     SampledPasses,
     SampledTokens,
     draft_lines,
@@ -93,7 +95,8 @@ class ModelRunner:
     ) -> None:
         device = stores.device.device
         assert not drafters or device.type == "cpu", "drafts are proposed on the host"
-        self._drafting = Drafting(max_rows, drafters) if drafters else None
+        on_host = device.type == "cpu" and row_kernels is None  # there rows may draft what their grammars force
+        self._drafting = Drafting(max_rows, drafters) if drafters or on_host else None
         self.device = device
         self._model = model
         self._stores = stores
@@ -196,7 +199,7 @@ class ModelRunner:
             sampled = self._verify(plan, decoding) or self._replay(plan, decoding)
             if sampled is not None:
                 return PendingStep(plan.step, sampled, drafts=plan.drafts)
-        drafted = self._propose(plan.drafts) if len(plan.drafts) else None
+        drafted = self._propose(plan) if len(plan.drafts) else None
         sampled = self._decode_rows(plan, decoding, drafted)
         if sampled is not None:
             return PendingStep(plan.step, sampled, drafts=plan.drafts)
@@ -216,7 +219,8 @@ class ModelRunner:
         sampling, sampled = batch.sampling, None
         if len(sampling.at):
             at = sampling.at if batch.further is None else torch.cat([sampling.at, batch.further])
-            sampled = self._choose(plan, self._sampling(self._model.logits(hidden[at]), sampling.batch, drafted))
+            logits = self._model.logits(hidden[at])
+            sampled = self._choose(plan, self._sampling(plan, logits, sampling.batch, drafted), drafted)
         return PendingStep(
             plan.step,
             sampled,
@@ -226,18 +230,19 @@ class ModelRunner:
             plan.drafts,
         )
 
-    def _propose(self, drafts: Drafts) -> Drafted | None:
+    def _propose(self, plan: StepPlan) -> Drafted | None:
         """Drafts for rows that have not ended."""
         if self._drafting is None:
             return None
-        alive = self._rows.alive[torch.from_numpy(drafts.rows).long()].numpy()
-        return self._drafting.propose(Drafts(drafts.rows[alive], drafts.counts[alive]))
+        rows, counts = plan.drafts.rows, plan.drafts.counts
+        alive = self._rows.alive[torch.from_numpy(rows).long()].numpy()
+        return self._drafting.propose(Drafts(rows[alive], counts[alive]), plan.forced)
 
-    def _sampling(self, logits: Tensor, batch: SamplingBatch, drafted: Drafted | None) -> "Choose":
+    def _sampling(self, plan: StepPlan, logits: Tensor, batch: SamplingBatch, drafted: Drafted | None) -> Choose:
         """How to sample these rows. logits: of the rows, then after their drafts."""
         if drafted is None:
             return partial(self._sample, logits, batch)
-        return partial(sample_passes, logits, batch, drafted, self._sample)
+        return partial(sample_passes, logits, batch, drafted, self._sample, plan.masked)
 
     def _note_eager(self, step: StepSize, seconds: float) -> None:
         """Not on a CPU, which computes while it is launched."""
@@ -246,9 +251,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.note_eager(step)
 
-    def _choose(self, plan: StepPlan, choose: "Choose") -> "Sampling":
+    def _choose(self, plan: StepPlan, choose: Choose, drafted: Drafted | None = None) -> "Sampling":
         """Sample now, or when the masks come, which is before the next forward pass."""
-        return PendingTokens(choose, plan.num_tokens) if plan.masked else choose(None)
+        if not plan.masked:
+            return choose(None)
+        return PendingTokens(choose, plan.num_tokens, {} if drafted is None else drafted.of_rows(plan.masked))
 
     def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> "Sampling | None":
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
@@ -267,7 +274,7 @@ class ModelRunner:
         logits = decoder.decode_logits(lines, columns, ends, kv)
         device_rows = upload(decoding.astype(np.int64), self.device)
         batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
-        return self._choose(plan, self._sampling(logits, batch, drafted))
+        return self._choose(plan, self._sampling(plan, logits, batch, drafted), drafted)
 
     def _sampled(self, rows: IntArray, outcome: Tensor, scores: RowScores | None) -> SampledTokens:
         """The tokens that these rows got. outcome: [5, rows] int64."""
@@ -502,18 +509,6 @@ class LogitsBuffer(NamedTuple):
         return LogitsBuffer(*(each[:count] for each in self))
 
 
-# Samples the tokens of a step, under masks if it has any.
-Choose = Callable[[Masks | None], SampledTokens | SampledPasses]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTokens:
-    """The tokens of a step that waits for masks."""
-
-    choose: Choose
-    num_tokens: int  # that the step computes
-
-
 Sampling = SampledTokens | SampledPasses | VerifiedRows | PendingTokens
 
 
@@ -527,6 +522,10 @@ class PendingStep:
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
     drafts: Drafts = field(default_factory=Drafts)
+
+    @property
+    def drafted(self) -> dict[Row, IntArray]:
+        return self.sampled.drafted if isinstance(self.sampled, PendingTokens) else {}
 
     @torch.inference_mode()
     def sample(self, masks: Masks) -> None:

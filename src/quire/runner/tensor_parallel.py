@@ -9,7 +9,7 @@ something else, or another step, is found by its answer, before the tokens leave
 
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import Struct
@@ -17,6 +17,7 @@ from struct import Struct
 import numpy as np
 
 from quire.core.errors import RankFailed
+from quire.core.ids import IntArray, Row
 from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encode_plan
 from quire.core.step import FinishReason, Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.worker_process import receive_bytes, send_bytes
@@ -99,6 +100,10 @@ class PendingRanks:
     runner: TensorParallelRunner
     local: Pending
     step: int
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self.local.drafted
 
     def sample(self, masks: Masks) -> None:
         self.runner.sample(self.local, masks)

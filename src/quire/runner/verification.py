@@ -107,28 +107,55 @@ def sample_passes(
     batch: SamplingBatch,
     drafted: Drafted,
     sample: SamplePass,
+    masked: tuple[Row, ...],
     masks: Masks | None,
 ) -> SampledPasses:
-    """Sample each row's tokens, as long as they are those drafted."""
+    """Sample each row's tokens, as long as they are those drafted; of masked rows, as long as there are masks."""
     num_rows = len(batch.host_rows)
     place_of = np.zeros(int(batch.host_rows.max()) + 1, dtype=np.int64)
     place_of[batch.host_rows] = np.arange(num_rows)
     places = place_of[drafted.rows]  # in the pass before; then of the rows that are left
     starts, counts, rows = np.cumsum(drafted.counts) - drafted.counts, drafted.counts, drafted.rows
-    passes = [sample(logits[:num_rows], batch, masks)]
+    passes = [sample(logits[:num_rows], batch, None if masks is None else masks.of_pass(0))]
+    is_masked = np.isin(rows, masked)
     for number in range(int(drafted.counts.max())):
         tokens, alive, finite, stop, length = passes[-1].outcome.wait()[:, places]
         goes_on = (alive & finite & (1 - stop) & (1 - length)).astype(np.bool_) & (number < counts)
         goes_on &= tokens == drafted.tokens[np.minimum(starts + number, len(drafted.tokens) - 1)]
+        following = None if masks is None else masks.of_pass(number + 1)
+        if following is not None:
+            goes_on &= ~is_masked | np.isin(rows, following.rows)
+            is_masked = is_masked[goes_on]
         rows, starts, counts = rows[goes_on], starts[goes_on], counts[goes_on]
         if not len(rows):
             break
         lines = torch.from_numpy(num_rows + starts + number)
         device_rows = torch.from_numpy(rows.astype(np.int64))
         positions = batch.positions[torch.from_numpy(place_of[rows])] + number + 1
-        passes.append(sample(logits[lines], SamplingBatch(device_rows, rows, positions), None))
+        passes.append(sample(logits[lines], SamplingBatch(device_rows, rows, positions), _of_rows(following, rows)))
         places = np.arange(len(rows))
     return SampledPasses(passes, drafted)
+
+
+def _of_rows(masks: Masks | None, rows: IntArray) -> Masks | None:
+    """The masks of these rows; None if they have none."""
+    if masks is None:
+        return None
+    kept = np.isin(masks.rows, rows)
+    return Masks(masks.rows[kept], masks.bits[kept]) if kept.any() else None
+
+
+# Samples the tokens of a step, under masks if it has any.
+Choose = Callable[[Masks | None], SampledTokens | SampledPasses]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """The tokens of a step that waits for masks."""
+
+    choose: Choose
+    num_tokens: int  # that the step computes
+    drafted: dict[Row, IntArray]  # of masked rows
 
 
 class DraftLines(NamedTuple):

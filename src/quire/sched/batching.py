@@ -238,10 +238,21 @@ class StepBatcher:
         rows = governor.candidates(builder.step)
         if not len(rows):
             return
-        counts = governor.choose(builder.step, rows, calendar.num_left(rows, builder.step), self.shape(builder), budget)
+        limits, forced = calendar.num_left(rows, builder.step), self._num_forced(rows, builder.step)
+        counts = governor.choose(builder.step, rows, limits, self.shape(builder), budget, forced)
         drafting = counts > 0
         if np.count_nonzero(drafting):
             self._grant_for_drafts(rows[drafting], counts[drafting], builder)
+
+    def _num_forced(self, rows: IndexArray, step: int) -> NDArray[np.int64]:
+        """How many tokens the grammar of each row forces after the one that it computes in this step."""
+        num_known: NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
+        state = self._state
+        if state.forced:
+            spans = [state.forced.get(Row(row)) for row in rows.tolist()]
+            num_known += [0 if span is None else span.start + len(span.tokens) for span in spans]
+            num_known -= state.calendar.positions_at(rows, step) + 1
+        return num_known.clip(min=0)
 
     def _grant_for_drafts(self, rows: IndexArray, counts: NDArray[np.int64], builder: PlanBuilder) -> None:
         """Blocks for the drafts of rows, or fewer drafts."""
@@ -256,6 +267,8 @@ class StepBatcher:
             counts[place] = min(counts[place], tables.lengths.item(row) * block_size - 1 - reach[place])
         kept = counts > 0
         builder.drafts = Drafts(rows[kept].astype(np.int32), counts[kept].astype(np.int32))
+        forced = rows[kept & (self._num_forced(rows, builder.step) > 0)]
+        builder.forced = tuple([state.forced[Row(row)] for row in forced.tolist()])
 
     def book_drafts(self, builder: PlanBuilder) -> None:
         """The step is taken: enter its drafts in the calendar."""

@@ -84,14 +84,16 @@ def _length(group: RequestGroup) -> int:
     return max(sequence.num_tokens for sequence in group.sequences)
 
 
-# The tokens that each sequence may sample next, as rows of bits for `Masks`; `Receiver` has seen all its tokens.
-MaskSource = Callable[[Sequence[Continuation]], IntArray]
+# The masks of each sequence at its next position and after each of its drafts, if it has any. `Receiver` has seen all
+# its tokens. The rows of `Masks` are those of the sequences; its first pass has all of them, in this order.
+MaskSource = Callable[[Sequence[Continuation], Sequence[IntArray]], Masks]
 # Gets each output as soon as its step is absorbed, and may replace it.
 Receiver = Callable[[StepOutput], StepOutput]
 # Marks a part of the loop for a profiler.
 Span = Callable[[str], AbstractContextManager[object]]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+_NO_DRAFTS: IntArray = np.empty(0, dtype=np.int32)
 
 _MAX_BLAMED = 3  # requests that failed alone without a successful step between them: then the engine is at fault
 _MAX_UNEXPLAINED = 5  # failed steps in a row that no request could be blamed for: then the engine is at fault
@@ -216,8 +218,9 @@ class Loop:
         with self._span("masks"), _failing():
             assert self._masks is not None, "a row under a grammar, and no source of masks"
             sequences = [each for each in self.scheduler.row_sequences(self._unsampled) if not each.finished]
-            rows = np.array([each.row for each in sequences], dtype=np.int32)
-            self._in_flight[-1].sample(Masks(rows, self._masks(sequences)))
+            drafted = self._in_flight[-1].drafted
+            drafts = [drafted.get(each.row, _NO_DRAFTS) for each in sequences if each.row is not None]
+            self._in_flight[-1].sample(self._masks(sequences, drafts))
         self._unsampled = ()
 
     def _overdue(self) -> StepOutput | None:

@@ -5,7 +5,7 @@ import numpy as np
 from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.moves import Move
 from quire.core.request import Sequence
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, Grants, RowStart, StepPlan
+from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, ForcedTokens, Grants, RowStart, StepPlan
 from quire.sched.pacing import Pace
 
 _NO_GRANTS = Grants()
@@ -26,6 +26,7 @@ class PlanBuilder:
         "chunk_sequences",
         "chunks",
         "drafts",
+        "forced",
         "kept_budget",
         "max_tokens",
         "now_s",
@@ -51,6 +52,7 @@ class PlanBuilder:
         self.chunks: list[Chunk] = []
         self.chunk_sequences: list[Sequence] = []  # of each chunk
         self.drafts = NO_DRAFTS
+        self.forced: tuple[ForcedTokens, ...] = ()  # of rows with drafts
         self.paused: list[Row] = []  # denied a block
         self._decode_rows: IntArray = _NONE  # one block each
         self._decode_blocks: IntArray = _NONE
@@ -120,6 +122,7 @@ class PlanBuilder:
             chunks=tuple(self.chunks),
             pauses=tuple(self.paused),
             drafts=self.drafts,
+            forced=self.forced,
             masked=masked,
             num_decoding=self.num_decoding,
             num_padding=num_padding,

@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
-from quire.core.ids import FloatArray, RequestId, Row
+from quire.core.ids import FloatArray, IntArray, RequestId, Row
 from quire.core.request import EventKind, Request, RequestEvent, RequestGroup, Sequence, SequenceState, WaitCause
 from quire.core.step import (
     Candidates,
     ChunkOutput,
     Drafts,
     FinishReason,
+    ForcedTokens,
     PromptLogprobs,
     StepPlan,
     StepResult,
@@ -56,6 +57,7 @@ class _StepInFlight(NamedTuple):
     planned_s: float
     moves: bool  # whether it copies blocks
     drafts: Drafts
+    forced: tuple[ForcedTokens, ...]  # of rows with drafts
 
 
 class Scheduler:
@@ -125,6 +127,14 @@ class Scheduler:
         if self._state.finish(sequence, reason):
             self._state.unreported.append(sequence)
 
+    def expect(self, sequence: Sequence, start: int, tokens: IntArray) -> None:
+        """The grammar of a sequence forces these tokens from position `start` on; none: nothing is known. Its drafts,
+        until the next call."""
+        if sequence.state is SequenceState.RUNNING and sequence.row is not None:
+            self._state.forced.pop(sequence.row, None)
+            if len(tokens):
+                self._state.forced[sequence.row] = ForcedTokens(sequence.row, start, tokens)
+
     def fail(self, group: RequestGroup) -> None:
         """End a request that made a step fail; it is reported with the next result."""
         self._state.fail(group)
@@ -154,7 +164,7 @@ class Scheduler:
         self._state.last_absorbed = result.step
         drafts: dict[int, DraftCounts] = {}
         if len(flight.drafts):
-            drafts = self._absorb_drafts(flight.drafts, result.verified)
+            drafts = self._absorb_drafts(flight, result.verified)
             flight = flight._replace(shape=flight.shape.with_drafts(int(result.verified.drafted.sum())))
         self._observe(flight, now_s)
         rows = self._state.rows
@@ -329,7 +339,9 @@ class Scheduler:
         shape = self._batcher.shape(builder)
         expected_s = self.cost.predict_s(shape)
         self._in_flight.append(
-            _StepInFlight(builder.step, chunks, shape, expected_s, builder.now_s, bool(moves), builder.drafts)
+            _StepInFlight(
+                builder.step, chunks, shape, expected_s, builder.now_s, bool(moves), builder.drafts, builder.forced
+            )
         )
         num_padding = self._padding(builder)
         counters = state.counters
@@ -373,12 +385,13 @@ class Scheduler:
         """For measurements: plan drafts by another policy from now on; forget what was accepted before."""
         self._state.governor.replace_policy(policy, forget=forget)
 
-    def _absorb_drafts(self, drafts: Drafts, verified: Verified) -> dict[int, DraftCounts]:
+    def _absorb_drafts(self, flight: _StepInFlight, verified: Verified) -> dict[int, DraftCounts]:
         """Correct the positions of rows by what they gained; the drafts of each sequence."""
-        state, accepted = self._state, verified.accepted
+        state, drafts, accepted = self._state, flight.drafts, verified.accepted
         assert len(verified) == len(drafts), (len(verified), len(drafts))
         state.calendar.absorb_drafts(drafts.rows.astype(np.intp), drafts.counts, accepted)
-        state.governor.note(drafts.rows, verified.drafted, accepted)
+        forced = np.isin(drafts.rows, [span.row for span in flight.forced]) if flight.forced else None
+        state.governor.note(drafts.rows, verified.drafted, accepted, forced)
         counts: dict[int, DraftCounts] = {}
         for row, drafted, gained in zip(
             drafts.rows.tolist(), verified.drafted.tolist(), accepted.tolist(), strict=True

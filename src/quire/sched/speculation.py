@@ -3,7 +3,8 @@
 A draft pays if it is accepted often enough for what it costs. `DraftGovernor` measures how often the drafts of each row
 are accepted, asks the cost table what a step with more tokens takes, and plans as many drafts as give the most expected
 tokens per second; none if none gain. So drafts stop by themselves in large batches and where text does not repeat. A
-row without drafts tries a single one now and then, ever less often while it fails. Does not depend on what drafts are.
+row without drafts tries a single one now and then, ever less often while it fails. Does not depend on what drafts are,
+but for two kinds: text that a grammar forces is accepted more often than what a text seems to repeat.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MAX_DRAFTS = 8  # of one row in one step; arbitrary: beyond it even a row whose 
 _DECAY = 0.9  # of what is remembered of a row, per step with drafts
 _SHARED_DECAY = 0.995  # of all rows together
 _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED = 1.0, 2.0  # of all rows, before the first draft
+_UNKNOWN_FORCED = 1.6  # the same of text that grammars force
 _PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that of one row
 _MIN_GAIN = 1.03  # in tokens per second: less is within the error of the cost table
 _FIRST_PROBE = 16  # steps without drafts before a row tries one
@@ -38,13 +40,21 @@ class SpeculationPolicy:
     max_drafts: int = 0  # of one row in one step; 0: no speculation
     governed: bool = True  # False: always as many as possible, for measurements and checks
     tree: bool = False  # rows start with what the prefix tree has after their tokens
+    text: bool = True  # rows draft from their own text and the tree's; False: only what their grammars force
     # On a GPU, where captured graphs verify drafts: only in steps without prompts and grammar masks, only of rows
     # without logit processors and logprobs, and only up to this many tokens in a step. 0: anywhere.
     max_verified: int = 0
 
+    @property
+    def jumps(self) -> bool:
+        """Whether rows under a grammar draft what it forces."""
+        return self.max_drafts > 0 and not self.max_verified
+
     def allows(self, sampling: RowSampling) -> bool:
         """Whether a row with these parameters may ever have drafts."""
-        return not sampling.pooled and not sampling.masked and not (self.max_verified and sampling.shaped)
+        if sampling.pooled or (self.max_verified and (sampling.masked or sampling.shaped)):
+            return False
+        return self.text or sampling.masked
 
 
 class DraftGovernor:
@@ -54,6 +64,8 @@ class DraftGovernor:
         "_accepted",
         "_cost",
         "_first_step",
+        "_forced_accepted",
+        "_forced_tried",
         "_policy",
         "_probe_at",
         "_probe_credit",
@@ -72,13 +84,17 @@ class DraftGovernor:
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._probe_credit = _MAX_PROBE_CREDIT  # of a step, that probes may take now
+        self._forget()
+
+    def _forget(self) -> None:
         self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
+        self._forced_accepted, self._forced_tried = _UNKNOWN_FORCED, _UNKNOWN_TRIED
 
     def replace_policy(self, policy: SpeculationPolicy, *, forget: bool) -> None:
         """For measurements: another policy from the next step on; forget what was accepted of rows that are gone."""
         self._policy = policy
         if forget:
-            self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
+            self._forget()
 
     @property
     def active(self) -> bool:
@@ -100,9 +116,18 @@ class DraftGovernor:
         return rows
 
     def choose(
-        self, step: int, rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int
+        self,
+        step: int,
+        rows: IndexArray,
+        limits: NDArray[np.int64],
+        shape: StepShape,
+        budget: int,
+        forced: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
-        """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts."""
+        """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts;
+        `forced`: tokens that the row's grammar forces, which come before all other drafts."""
+        forced = np.zeros(len(rows), dtype=np.int64) if forced is None else forced
+        limits = np.where(forced > 0, np.minimum(limits, forced), limits if self._policy.text else 0)
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:
             return _within(limits, budget)
@@ -110,7 +135,7 @@ class DraftGovernor:
         num_most = min(int(limits.sum()), budget)
         if num_most <= 0 or not self._may_gain(shape, num_most):
             return nothing
-        gains = self._gains(rows, limits)
+        gains = self._gains(rows, limits, forced > 0)
         counts = self._best_counts(gains, shape, num_most)
         waiting = np.flatnonzero((counts == 0) & (limits > 0) & (self._probe_at[rows] <= step))
         probing = waiting[: self._num_probes(len(waiting), int(counts.sum()), shape, budget)]
@@ -142,9 +167,11 @@ class DraftGovernor:
         numbers = (1, min(shape.num_rows, num_most), num_most)
         return any((shape.num_rows + n) > least_rate * self._cost.predict_s(shape.with_drafts(n)) for n in numbers)
 
-    def _gains(self, rows: IndexArray, limits: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _gains(self, rows: IndexArray, limits: NDArray[np.int64], forced: NDArray[np.bool_]) -> NDArray[np.float64]:
         """[rows, drafts]: the probability that a row's j-th draft is accepted, with all before it; 0: not allowed."""
-        shared = self._shared_accepted / self._shared_tried
+        shared = np.where(
+            forced, self._forced_accepted / self._forced_tried, self._shared_accepted / self._shared_tried
+        )
         chance = (self._accepted[rows] + _PRIOR_WEIGHT * shared) / (self._tried[rows] + _PRIOR_WEIGHT)
         numbers = np.arange(1, self._policy.max_drafts + 1)
         gains: NDArray[np.float64] = np.where(numbers <= limits[:, None], chance[:, None] ** numbers, 0.0)
@@ -165,8 +192,10 @@ class DraftGovernor:
         counts: NDArray[np.int64] = np.count_nonzero(gains >= ordered[best - 1], axis=1).astype(np.int64)
         return _within(counts, num_most)  # equal gains may be more than the budget has
 
-    def note(self, rows: IntArray, drafted: IntArray, accepted: IntArray) -> None:
-        """A step is absorbed: of these rows, the drafts computed and accepted."""
+    def note(
+        self, rows: IntArray, drafted: IntArray, accepted: IntArray, forced: NDArray[np.bool_] | None = None
+    ) -> None:
+        """A step is absorbed: of these rows, the drafts computed and accepted, and whether a grammar forced them."""
         tested = drafted > 0
         if not np.count_nonzero(tested):
             return
@@ -176,8 +205,13 @@ class DraftGovernor:
         self._tried[at] = _DECAY * self._tried[at] + tried
         longer = np.minimum(2 * self._probe_interval[at], _LAST_PROBE)
         self._probe_interval[at] = np.where(right > 0, _FIRST_PROBE, longer)
-        self._shared_accepted = _SHARED_DECAY * self._shared_accepted + int(right.sum())
-        self._shared_tried = _SHARED_DECAY * self._shared_tried + int(tried.sum())
+        by_grammar = np.zeros(len(at), dtype=np.bool_) if forced is None else forced[tested]
+        if np.count_nonzero(~by_grammar):
+            self._shared_accepted = _SHARED_DECAY * self._shared_accepted + int(right[~by_grammar].sum())
+            self._shared_tried = _SHARED_DECAY * self._shared_tried + int(tried[~by_grammar].sum())
+        if np.count_nonzero(by_grammar):
+            self._forced_accepted = _SHARED_DECAY * self._forced_accepted + int(right[by_grammar].sum())
+            self._forced_tried = _SHARED_DECAY * self._forced_tried + int(tried[by_grammar].sum())
 
 
 def _within(counts: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

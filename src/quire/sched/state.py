@@ -13,7 +13,7 @@ import numpy.ma  # np.unique would load it during the first preemption
 
 from quire.core.ids import IntArray, RequestId, Row
 from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence, SequenceState
-from quire.core.step import AppendTokens, FinishReason
+from quire.core.step import AppendTokens, FinishReason, ForcedTokens
 from quire.kv.manager import KVManager
 from quire.sched.beam_search import BeamGroups
 from quire.sched.cost_model import CostTable
@@ -77,6 +77,7 @@ class SchedulerState:
         self.late_steps = LateSteps()
         self.masked_rows: set[Row] = set()  # rows under a grammar that sample, or have sampled
         self.num_masked = 0  # requests under a grammar
+        self.forced: dict[Row, ForcedTokens] = {}  # what the grammars of decoding rows force
         self.counters = Counters()
         self.wait_history = WaitHistory()
         self.prefilling: list[Sequence] = []  # known tokens to compute; in order of arrival
@@ -207,6 +208,7 @@ class SchedulerState:
         if self.governor.active:
             self.governor.stop(sequence.row)
         self.masked_rows.discard(sequence.row)
+        self.forced.pop(sequence.row, None)
         self.inflight_prefixes.end(sequence)
         orphans = self.forks.orphans(sequence)
         self.rows.begin_release(sequence, reason, self.last_planned)
@@ -282,7 +284,7 @@ class SchedulerState:
     def continuation(self, sequence: Sequence) -> IntArray:
         """What the prefix tree has after the known tokens of a sequence that may have drafts."""
         request, drafts = sequence.request, self.policy.speculation
-        if not (drafts.max_drafts and drafts.tree) or request.beam is not None or request.sampling.masked:
+        if not (drafts.max_drafts and drafts.tree) or request.beam is not None or not drafts.allows(request.sampling):
             return _NONE
         return self.kv.continuation(sequence.group.owner, sequence.tokens, request.max_length - sequence.num_tokens)
 

@@ -25,7 +25,17 @@ from numpy.typing import NDArray
 from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.moves import Move, Place, Tier, runs
 from quire.core.oracle import candidates, mix
-from quire.core.step import ChunkOutput, FinishedRow, FinishReason, Masks, RowStart, StepPlan, StepResult, Verified
+from quire.core.step import (
+    ChunkOutput,
+    FinishedRow,
+    FinishReason,
+    ForcedTokens,
+    Masks,
+    RowStart,
+    StepPlan,
+    StepResult,
+    Verified,
+)
 from quire.sched.cost_model import StepShape
 
 
@@ -55,6 +65,10 @@ class FinishedStep(NamedTuple):
     """A step that was computed when it was launched."""
 
     result: StepResult
+
+    @property
+    def drafted(self) -> dict[Row, IntArray]:
+        return {}
 
     def sample(self, masks: Masks) -> None:
         raise AssertionError("a step without masked rows is sampled when it is launched")
@@ -95,18 +109,19 @@ class EmittedTokens:
         return replace(result, verified=Verified(plan.drafts.rows, numbers[:, 0], numbers[:, 1]))
 
 
-# The result of a step whose forward pass is done, by the mask of each row that has one.
-Choose = Callable[[dict[Row, IntArray]], StepResult]
+# The result of a step whose forward pass is done, by the masks of each masked row: of its next positions, in order.
+Choose = Callable[[dict[Row, list[IntArray]]], StepResult]
 
 
 class MaskedStep:
     """A step whose forward pass was computed when it was launched, and whose tokens wait for masks."""
 
-    __slots__ = ("_choose", "_masked", "_result")
+    __slots__ = ("_choose", "_masked", "_result", "drafted")
 
-    def __init__(self, masked: tuple[Row, ...], choose: Choose) -> None:
+    def __init__(self, masked: tuple[Row, ...], choose: Choose, drafted: dict[Row, IntArray]) -> None:
         self._masked = masked
         self._choose = choose
+        self.drafted = drafted
         self._result: StepResult | None = None
 
     @property
@@ -117,7 +132,10 @@ class MaskedStep:
         assert self._result is None, "sampled twice"
         named = masks.rows.tolist()
         assert set(named) <= set(self._masked), (named, self._masked)
-        self._result = self._choose({Row(row): bits for row, bits in zip(named, masks.bits, strict=True)})
+        by_row: dict[Row, list[IntArray]] = {row: [] for row in self._masked}
+        for row, bits in zip(named, masks.bits, strict=True):
+            by_row[row].append(bits)
+        self._result = self._choose(by_row)
 
     def wait(self) -> StepResult:
         assert self._result is not None, f"rows {self._masked} wait for their masks"
@@ -127,9 +145,17 @@ class MaskedStep:
 SimStep = FinishedStep | MaskedStep
 
 
-def sim_step(plan: StepPlan, choose: Choose) -> SimStep:
+def sim_step(plan: StepPlan, work: Iterable[SimWork], choose: Choose) -> SimStep:
     """A step whose forward pass is done: sampled now, or once its masks are known."""
-    return MaskedStep(plan.masked, choose) if plan.masked else FinishedStep(choose({}))
+    if not plan.masked:
+        return FinishedStep(choose({}))
+    drafted = {each.row: np.array(each.drafts, dtype=np.int32) for each in work if each.drafts}
+    return MaskedStep(plan.masked, choose, {row: drafted[row] for row in plan.masked if row in drafted})
+
+
+def next_token(token: int, masks: list[IntArray] | None, number: int, vocab_size: int) -> int:
+    """The token with this number that a row emits in a step, if it would be this one without masks."""
+    return first_allowed(token, masks[number], vocab_size) if masks else token
 
 
 def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
@@ -153,11 +179,11 @@ class SimRows:
         next token follows from it and the sequence's index; under a mask it is the first allowed token from there on.
         """
         states = [(work, totals(work, self.rows[work.row])) for work in self.apply(plan)]
-        self._newest = sim_step(plan, partial(self._choose, plan, states))
+        self._newest = sim_step(plan, [work for work, _ in states], partial(self._choose, plan, states))
         return self._newest
 
     def _choose(
-        self, plan: StepPlan, computed: list[tuple[SimWork, list[int]]], bits: dict[Row, IntArray]
+        self, plan: StepPlan, computed: list[tuple[SimWork, list[int]]], masks: dict[Row, list[IntArray]]
     ) -> StepResult:
         emitted = EmittedTokens()
         ended: list[FinishedRow] = []
@@ -169,11 +195,10 @@ class SimRows:
             if ChunkOutput.SAMPLE in work.output:
                 first = len(states) - 1 - len(work.drafts)
                 for number, state in enumerate(states[first:]):
-                    token = (state + row.row_start.branch) % self._vocab_size
-                    if work.row in bits:
-                        token = first_allowed(token, bits[work.row], self._vocab_size)
+                    own = masks.get(work.row)
+                    token = next_token((state + row.row_start.branch) % self._vocab_size, own, number, self._vocab_size)
                     emitted.add(work.row, token, number)
-                    if not self.goes_on(work, number, token, ended):
+                    if not self.goes_on(work, number, token, ended, own):
                         break
             elif ChunkOutput.POOLED in work.output:
                 row.pooled += sum(states)
@@ -192,13 +217,15 @@ class SimRows:
         paused = set(plan.pauses)
         counts = dict(zip(plan.drafts.rows.tolist(), plan.drafts.counts.tolist(), strict=True))
         assert len(counts) == len(plan.drafts) and paused.isdisjoint(counts), plan.drafts
+        forced = {each.row: each for each in plan.forced}
+        assert len(forced) == len(plan.forced) and set(forced) <= set(counts), plan.forced
         work = [
             SimWork(
                 row,
                 len(assigned.tokens) - 1,
                 len(assigned.tokens),
                 ChunkOutput.SAMPLE,
-                self._drafts(assigned, counts.get(row, 0)),
+                self._drafts(assigned, counts.get(row, 0), forced.get(row)),
             )
             for row, assigned in self.rows.items()
             if assigned.decoding and not assigned.ended and row not in paused
@@ -216,17 +243,25 @@ class SimRows:
             work.append(SimWork(chunk.row, chunk.start, stop, chunk.output))
         return work
 
-    def _drafts(self, row: SimRow, count: int) -> tuple[int, ...]:
-        """The proposals for a row; none behind the last position that it may compute."""
+    def _drafts(self, row: SimRow, count: int, forced: ForcedTokens | None) -> tuple[int, ...]:
+        """What its grammar forces, or the proposals for a row; none behind the last position that it may compute."""
         count = min(count, row.row_start.max_length - 1 - len(row.tokens))
-        return tuple(self._propose(row, count)[:count]) if count > 0 else ()
+        if count <= 0:
+            return ()
+        known = [] if forced is None else forced.after(len(row.tokens)).tolist()
+        return tuple((known or self._propose(row, count))[:count])
 
-    def goes_on(self, work: SimWork, number: int, token: int, ended: list[FinishedRow]) -> bool:
-        """The row emits its token with this number in the step; whether its next draft is still to be verified."""
+    def goes_on(
+        self, work: SimWork, number: int, token: int, ended: list[FinishedRow], masks: list[IntArray] | None
+    ) -> bool:
+        """The row emits its token with this number in the step; whether its next draft is still to be verified.
+        `masks`: of a masked row."""
         end = self.emit(work.row, token)
         if end is not None:
             ended.append(end)
-        return end is None and number < len(work.drafts) and work.drafts[number] == token
+        if end is not None or (masks is not None and number + 1 >= len(masks)):
+            return False
+        return number < len(work.drafts) and work.drafts[number] == token
 
     def _follow(self, plan: StepPlan) -> None:
         if plan.reset:

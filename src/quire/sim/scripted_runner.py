@@ -21,7 +21,7 @@ from quire.core.step import (
     StepResult,
     TopLogprobs,
 )
-from quire.sim.runners import EmittedTokens, SimRow, SimRows, SimStep, SimWork, first_allowed, sim_step
+from quire.sim.runners import EmittedTokens, SimRow, SimRows, SimStep, SimWork, next_token, sim_step
 
 EMBEDDING_SIZE = 16
 
@@ -51,7 +51,7 @@ class ScriptedRunner:
             self._replies.clear()
         for row_start in plan.starts:
             self._replies[row_start.row] = self._choose(row_start.tokens[: row_start.num_prompt])
-        return sim_step(plan, partial(self._result, plan, work))
+        return sim_step(plan, work, partial(self._result, plan, work))
 
     def _propose(self, row: SimRow, count: int) -> list[int]:
         """What the script says next: drafts that are always right."""
@@ -59,7 +59,7 @@ class ScriptedRunner:
         start = len(row.tokens) - row.row_start.num_prompt
         return list(reply.tokens[start : start + count])
 
-    def _result(self, plan: StepPlan, work: list[SimWork], bits: dict[Row, IntArray]) -> StepResult:
+    def _result(self, plan: StepPlan, work: list[SimWork], masks: dict[Row, list[IntArray]]) -> StepResult:
         emitted = EmittedTokens()
         ended: list[FinishedRow] = []
         logprobs: dict[Row, tuple[TopLogprobs, ...]] = {}
@@ -85,7 +85,7 @@ class ScriptedRunner:
                     scores = self._scores(token, row.row_start.sampling.num_candidates)
                     candidates[each.row] = Candidates(scores.ids, scores.logprobs)
             elif ChunkOutput.SAMPLE in each.output:
-                self._speak(each, bits.get(each.row), emitted, ended, logprobs)
+                self._speak(each, masks.get(each.row), emitted, ended, logprobs)
         result = StepResult(plan.step, ended=tuple(ended), logprobs=logprobs)
         result = replace(result, prompt_logprobs=tuple(prompt_logprobs), candidates=candidates, pooled=pooled)
         return emitted.result(plan, work, result)
@@ -93,7 +93,7 @@ class ScriptedRunner:
     def _speak(
         self,
         work: SimWork,
-        bits: IntArray | None,
+        masks: list[IntArray] | None,
         emitted: EmittedTokens,
         ended: list[FinishedRow],
         logprobs: dict[Row, tuple[TopLogprobs, ...]],
@@ -106,12 +106,11 @@ class ScriptedRunner:
             if token is None:
                 self._break_off(work.row, ended)
                 return
-            if bits is not None:
-                token = first_allowed(token, bits, self._vocab_size)
+            token = next_token(token, masks, number, self._vocab_size)
             emitted.add(work.row, token, number)
             if num_logprobs is not None:
                 logprobs[work.row] = (*logprobs.get(work.row, ()), self._scores(token, num_logprobs))
-            if not self._rows.goes_on(work, number, token, ended):
+            if not self._rows.goes_on(work, number, token, ended, masks):
                 return
 
     def _break_off(self, row: Row, ended: list[FinishedRow]) -> None:

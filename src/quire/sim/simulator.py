@@ -6,11 +6,12 @@ takes no time. Memory is counted in token slots after each plan: *held* are the 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from quire.core.ids import IntArray, Row
 from quire.core.request import Request
 from quire.core.step import Masks, Pending, StepPlan, StepResult
 from quire.core.step_output import StepOutput
@@ -140,6 +141,10 @@ class _TimedStep(NamedTuple):
     pending: Pending
     done_s: float
     simulation: Simulation
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self.pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self.pending.sample(masks)

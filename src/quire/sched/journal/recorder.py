@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.codec import RecordEncoder
-from quire.core.ids import RequestId, Row
+from quire.core.ids import IntArray, RequestId, Row
 from quire.core.moves import Tier
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
@@ -27,6 +27,7 @@ from quire.sched.journal.records import (
     ConcludeRecord,
     ControlRecord,
     EndOfJournal,
+    ExpectRecord,
     FailRecord,
     PlanRecord,
     PlanSummary,
@@ -267,6 +268,10 @@ class JournaledScheduler(Scheduler):
         if not sequence.finished:
             self.journal.note(ConcludeRecord(sequence.id, reason))
         super().conclude(sequence, reason)
+
+    def expect(self, sequence: Sequence, start: int, tokens: IntArray) -> None:
+        self.journal.note(ExpectRecord(sequence.id, start, len(tokens)))
+        super().expect(sequence, start, tokens)
 
     def fail(self, group: RequestGroup) -> None:
         if not group.finished:

@@ -55,6 +55,7 @@ class RecordKind(IntEnum):
     FAILED = 16
     RESTRICTED = 17
     WITHDRAWN = 18
+    EXPECTED = 19
 
 
 class PlanSummary(NamedTuple):
@@ -137,6 +138,20 @@ class ConcludeRecord(NamedTuple):
         encoder.count(RecordKind.CONCLUDED)
         encoder.count(self.sequence)
         encoder.count(_REASONS.index(self.reason))
+
+
+class ExpectRecord(NamedTuple):
+    """`expect`. Of the tokens, how many they are: no decision depends on which."""
+
+    sequence: SequenceId
+    start: int
+    num_tokens: int
+
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.EXPECTED)
+        encoder.count(self.sequence)
+        encoder.count(self.start)
+        encoder.count(self.num_tokens)
 
 
 class FailRecord(NamedTuple):
@@ -261,6 +276,7 @@ Call = (
     | AbortRecord
     | StopRecord
     | ConcludeRecord
+    | ExpectRecord
     | FailRecord
     | RestrictRecord
     | ControlRecord
@@ -299,6 +315,8 @@ class RecordReader:
             return StopRecord(SequenceId(decoder.count()), _REASONS[decoder.count()])
         if kind is RecordKind.CONCLUDED:
             return ConcludeRecord(SequenceId(decoder.count()), _REASONS[decoder.count()])
+        if kind is RecordKind.EXPECTED:
+            return ExpectRecord(SequenceId(decoder.count()), decoder.count(), decoder.count())
         if kind is RecordKind.FAILED:
             return FailRecord(RequestId(decoder.count()))
         if kind is RecordKind.RESTRICTED:

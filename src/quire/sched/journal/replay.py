@@ -25,6 +25,7 @@ from quire.sched.journal.records import (
     ConcludeRecord,
     ControlRecord,
     EndOfJournal,
+    ExpectRecord,
     FailRecord,
     PlanRecord,
     PlanSummary,
@@ -198,6 +199,9 @@ class Replayer:
             scheduler.finish(self._sequences[record.sequence], record.reason)
         elif isinstance(record, ConcludeRecord):
             scheduler.conclude(self._sequences[record.sequence], record.reason)
+        elif isinstance(record, ExpectRecord):
+            tokens = np.zeros(record.num_tokens, dtype=np.int32)
+            scheduler.expect(self._sequences[record.sequence], record.start, tokens)
         elif isinstance(record, FailRecord):
             group = scheduler.group(record.request)
             assert group is not None, record

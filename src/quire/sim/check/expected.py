@@ -128,12 +128,18 @@ def _expect_one(request: Request, vocab_size: int, index: int) -> ExpectedOutput
 
 
 _MASK_STRIDE = 5  # a grammar of the check allows every fifth token, others after every token
+_ENDING_STRIDE = 7  # behind some drafts it gives no mask, as if they completed it
 
 
 def _mask_shift(generated: list[int]) -> int:
     """A mask from fewer tokens than were generated is another one, mostly. Siblings share masks, so their tokens are
     often the same: then the tree has other copies of what a sibling writes."""
     return (7 * len(generated) + 3 * sum(generated)) % _MASK_STRIDE
+
+
+def grammar_goes_on(generated: list[int], draft: int) -> bool:
+    """Whether the grammar may be asked for a mask after this draft: it is allowed, and ends nothing."""
+    return (draft + _mask_shift(generated)) % _MASK_STRIDE == 0 and (draft + len(generated)) % _ENDING_STRIDE != 0
 
 
 def mask_after(generated: list[int], vocab_size: int) -> IntArray:

@@ -5,14 +5,15 @@ out or not, at random. It also checks every plan: budgets, invariants (a) and (c
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.ids import Row
+from quire.core.ids import IntArray, Row
 from quire.core.request import RequestGroup, SequenceState
 from quire.core.step import FinishedRow, FinishReason, Masks, Pending, Runner, StepLost, StepPlan, StepResult
 from quire.sched.audit import audit_plan
@@ -100,7 +101,8 @@ class FaultyRunner:
     def sample(self, pending: Pending, masks: Masks) -> None:
         """Pass the masks on, unless the step is lost with them."""
         with self._noting_violations():
-            self.watch.sample(masks, self._has_ended, lambda generated: mask_after(generated, VOCAB_SIZE))
+            allowed = partial(mask_after, vocab_size=VOCAB_SIZE)
+            self.watch.sample(masks, self._has_ended, allowed, pending.drafted)
             if self.loses is not None and self.loses_early:
                 self._raise_lost()
             pending.sample(masks)
@@ -202,6 +204,10 @@ class _FaultyStep(NamedTuple):
 
     pending: Pending
     runner: FaultyRunner
+
+    @property
+    def drafted(self) -> Mapping[Row, IntArray]:
+        return self.pending.drafted
 
     def sample(self, masks: Masks) -> None:
         self.runner.sample(self.pending, masks)

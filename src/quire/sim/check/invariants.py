@@ -12,7 +12,7 @@ then no row writes it. A move writes a block that no live table holds between re
 
 Grammar rows: a plan masks exactly the rows under a grammar that sample. Their masks come when every step before is
 absorbed, and before the next launch; they are those of the tokens that each row has by then, in the order of the plan,
-without rows whose sequence has ended.
+without rows whose sequence has ended. A row with drafts emits no more tokens than it has masks.
 
 Drafts: a row writes up to where it can be at most, with all drafts in flight accepted. It emits one token, and one more
 for every draft that the result calls accepted.
@@ -78,6 +78,7 @@ class _WatchedStep:
     reads: dict[Row, _WatchedRead]
     unsampled: tuple[Row, ...]  # masked rows that wait for their masks
     drafts: dict[Row, int]
+    num_masks: dict[Row, int] = field(default_factory=dict)  # of masked rows, once they came
 
 
 class InFlightWatch:
@@ -119,16 +120,31 @@ class InFlightWatch:
         self._in_flight.append(_WatchedStep(plan.moves, reads, plan.masked, drafts))
         self._advance(sampling, drafts)
 
-    def sample(self, masks: Masks, ended: Callable[[Row], bool], mask_after: Callable[[list[int]], IntArray]) -> None:
+    def sample(
+        self,
+        masks: Masks,
+        ended: Callable[[Row], bool],
+        mask_after: Callable[[list[int]], IntArray],
+        drafted: Mapping[Row, IntArray] | None = None,
+    ) -> None:
         """Raise AssertionError unless these are the masks of the newest step. `ended`: of a row's sequence."""
+        drafted = drafted or {}
         assert len(self._in_flight) == 1, "masks came while a step that they depend on is in flight"
         step = self._in_flight[0]
         assert step.unsampled, "masks came for a step without masked rows, or twice"
         right = [row for row in step.unsampled if not ended(row)]
-        assert masks.rows.tolist() == right, f"rows {right} need masks, {masks.rows.tolist()} have them"
-        for row, bits in zip(right, masks.bits, strict=True):
-            generated = self._generated[row]
-            assert bits.tolist() == mask_after(generated).tolist(), f"row {row} has another mask than after {generated}"
+        first = masks.of_pass(0).rows.tolist()
+        assert first == right, f"rows {right} need masks, {first} have them"
+        assert set(drafted) <= set(step.drafts) & set(step.unsampled), f"rows {list(drafted)} draft, unplanned"
+        step.num_masks = dict.fromkeys(step.unsampled, 0)
+        for number in range(1 + len(masks.passes)):
+            for row, bits in zip(masks.of_pass(number).rows.tolist(), masks.of_pass(number).bits, strict=True):
+                assert step.num_masks[row] == number, f"row {row} has no mask in a pass before {number}"
+                step.num_masks[row] += 1
+                ahead = [] if number == 0 else drafted[row].tolist()[:number]
+                assert len(ahead) == number, f"row {row} has more masks than positions"
+                known = [*self._generated[row], *ahead]
+                assert bits.tolist() == mask_after(known).tolist(), f"row {row} has another mask than after {known}"
         step.unsampled = ()
 
     def absorb(self, result: StepResult) -> dict[Row, _WatchedRead]:
@@ -154,6 +170,8 @@ class InFlightWatch:
         ):
             planned = step.drafts[row]
             assert 0 <= accepted <= drafted <= planned, f"row {row}: {accepted} of {drafted} drafts, {planned} planned"
+            num_masks = step.num_masks.get(row)
+            assert not num_masks or accepted < num_masks, f"row {row}: {1 + accepted} tokens under {num_masks} masks"
             assert num_emitted.pop(row, 1) == 1 + accepted, f"row {row} emits more or less than it accepts"
             watched = self._rows.get(row)
             if watched is not None and watched.sequence == step.reads[row].sequence:
@@ -231,10 +249,14 @@ class InFlightWatch:
     def _spans(self, plan: StepPlan) -> Iterator[tuple[Row, range]]:
         """The positions that each row computes in this step."""
         drafts = _drafts_by_row(plan)
+        forced = {span.row: span.start + len(span.tokens) for span in plan.forced}
         for row, watched in self._rows.items():
             if watched.decoding and row not in plan.pauses:
                 drafts_in_step = drafts.pop(row, 0)
-                assert not (drafts_in_step and watched.masked), f"row {row} has drafts under a grammar"
+                most_forced = forced.get(row, watched.num_tokens + drafts_in_step) - watched.num_tokens
+                assert drafts_in_step <= most_forced, (
+                    f"row {row}: {drafts_in_step} drafts of {most_forced} forced tokens"
+                )
                 last = watched.max_length - 2
                 most = watched.num_tokens - 1 + watched.num_ahead + drafts_in_step
                 assert most <= last or not drafts_in_step, f"row {row} has drafts behind its last position"

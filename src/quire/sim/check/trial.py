@@ -10,7 +10,7 @@ import numpy as np
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import IntArray, RequestId, SequenceId
 from quire.core.request import EventKind, Request, RequestGroup, Sequence, SequenceState, WaitCause
-from quire.core.step import FinishReason, Runner, StepLost
+from quire.core.step import FinishReason, Masks, Runner, StepLost
 from quire.core.step_output import StepOutput
 from quire.sched.audit import audit, audit_rest
 from quire.sched.journal.recorder import JournaledScheduler
@@ -21,7 +21,7 @@ from quire.sched.reference_checks import add_reference_checks, service_totals
 from quire.sched.reservation import most_blocks
 from quire.sched.scheduler import Scheduler
 from quire.sched.state import Counters
-from quire.sim.check.expected import ExpectedOutput, expect, mask_after
+from quire.sim.check.expected import ExpectedOutput, expect, grammar_goes_on, mask_after
 from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
@@ -147,10 +147,36 @@ class CheckRun:
                 assert group.num_preemptions <= policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
 
-    def _masks(self, sequences: Many[Sequence]) -> IntArray:
-        """Grammar masks, from the tokens that were received."""
-        masks = [mask_after(self._expected[s.id].received, VOCAB_SIZE) for s in sequences]
-        return np.array(masks, dtype=np.int32).reshape(-1, -(-VOCAB_SIZE // 32))
+    def _masks(self, sequences: Many[Sequence], drafts: Many[IntArray]) -> Masks:
+        """Grammar masks, from the tokens that were received and the drafts behind them."""
+        rows: list[int] = []
+        masks: list[IntArray] = []
+        starts: list[int] = []
+        going_on = [(s, self._expected[s.id].received, d.tolist()) for s, d in zip(sequences, drafts, strict=True)]
+        while going_on:
+            starts.append(len(rows))
+            following = []
+            for sequence, known, ahead in going_on:
+                assert sequence.row is not None, sequence
+                rows.append(sequence.row)
+                masks.append(mask_after(known, VOCAB_SIZE))
+                if ahead and grammar_goes_on(known, ahead[0]):
+                    following.append((sequence, [*known, ahead[0]], ahead[1:]))
+            going_on = following
+        bits = np.array(masks, dtype=np.int32).reshape(-1, -(-VOCAB_SIZE // 32))
+        return Masks(np.array(rows, dtype=np.int32), bits, tuple(starts[1:]))
+
+    def _expect_forced(self, absorbed: StepOutput) -> None:
+        """Forced tokens of sequences under a grammar: right, wrong, right up to some place, or none."""
+        for number in dict.fromkeys(absorbed.sequences.tolist()):
+            sequence, expected = self._sequences[SequenceId(number)], self._expected[SequenceId(number)]
+            if sequence.request.sampling.masked and not sequence.finished:
+                known = len(expected.received)
+                start, coming = len(sequence.request.prompt) + known, expected.tokens[known : known + 6]
+                chance = sum(expected.received) + known
+                wrong_from = chance // 3 % 9  # mostly behind the last
+                forced = [(token + (place == wrong_from)) % VOCAB_SIZE for place, token in enumerate(coming)]
+                self.scheduler.expect(sequence, start, np.array(forced[: chance % 7], dtype=np.int32))
 
     # Events.
 
@@ -330,6 +356,7 @@ class CheckRun:
             self._terminate(sequence)
         if absorbed.finished:
             self._forget_finished()
+        self._expect_forced(absorbed)
         return absorbed
 
     def _note_first_tokens(self, absorbed: StepOutput) -> None:
