@@ -77,6 +77,18 @@ def test_a_forced_text_takes_one_step_for_several_tokens(tiny_folder: Path) -> N
     assert jumping._built.engine.scheduler.counters.drafted_tokens == metrics.num_drafted_tokens
 
 
+@pytest.mark.parametrize("speculative", ["grammar", "auto"])
+def test_forced_texts_are_the_same_with_a_step_in_flight(tiny_folder: Path, speculative: str) -> None:
+    """What a grammar forces is known one step later, and blocks end inside of it."""
+    plain = LLM(str(tiny_folder), dtype="float32")
+    settings = {"speculative": speculative, "run_ahead": 1, "block_size": 4}
+    jumping = always(LLM(str(tiny_folder), dtype="float32", **settings))
+    for kind in ("json", "json drawn", "completed"):
+        params = SamplingParams(**{"max_tokens": 33} | KINDS[kind])
+        assert said(jumping.generate(PROMPTS[2:], params)) == said(plain.generate(PROMPTS[2:], params))
+    assert jumping._built.engine.scheduler.counters.accepted_tokens > 50
+
+
 def test_a_request_that_leaves_no_token_behind_an_accepted_draft_is_told_so(tiny_folder: Path) -> None:
     """The grammar wants "abcd", and d is a bad word: found in the step that emits b and c."""
     bad = SamplingParams(temperature=0, max_tokens=9, regex="[ax]bcd", bad_words=["d"])
