@@ -4,22 +4,10 @@
 #include <limits>
 #include <vector>
 
-#include "elementwise.h"
-#include "packed_formats.h"
+#include "kv_pages.h"
 #include "thread_pool.h"
 
 namespace quire {
-
-// One layer of the store [blocks, 2, block_size, kv_heads, dim]; strides in numbers. With kInt8 each head of a token has a scale,
-// a float32 behind its codes: [..., dim + kKvScaleBytes].
-struct KvLayer {
-    uint8_t* data;
-    int64_t block_stride, value_stride, token_stride, head_stride;
-    int32_t format;  // kFloat32, kFloat16, kBfloat16 or kInt8
-    int32_t block_size;
-};
-
-constexpr int kKvScaleBytes = 4;
 
 struct Heads {
     int32_t queries, keys, dim;
@@ -32,90 +20,11 @@ struct Sequence {  // a run of tokens of one sequence
     const int32_t* table;
 };
 
-constexpr int kMaxDim = 512;        // of a head
-constexpr int kKeys = 64;           // keys in a tile
 constexpr int kKeysPerSplit = 512;  // keys that one softmax covers; splits are then added in order
 constexpr int kMaxTileRows = 192;   // queries times heads in a tile
 constexpr int kRowsAtOnce = 96;     // whose scores are in the cache of a core beside keys and values; a multiple of kLanes
+constexpr int kDirectRows = 8;      // up to so many, keys and values are converted in registers instead of once for all rows
 constexpr int kFewTokens = 4;       // sequences with up to so many queries are computed query by query
-
-static inline __attribute__((always_inline)) void load_numbers(const uint8_t* p, int32_t format, int width, float* out) {
-    int i = 0;
-    if (format == kFloat32) {
-        std::memcpy(out, p, sizeof(float) * width);
-        return;
-    }
-    const auto* words = reinterpret_cast<const uint16_t*>(p);
-    if (format == kFloat16) {
-        for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(out + i, Simd::load_float16(words + i));
-        for (; i < width; i++) out[i] = half_to_float(words[i]);
-    } else {
-        for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(out + i, Simd::load_bfloat16(words + i));
-        for (; i < width; i++) out[i] = bfloat_to_float(words[i]);
-    }
-}
-
-static inline void store_numbers(const float* x, int32_t format, int width, uint8_t* p) {
-    if (format == kFloat32) {
-        std::memcpy(p, x, sizeof(float) * width);
-        return;
-    }
-    auto* words = reinterpret_cast<uint16_t*>(p);
-    int i = 0;
-    if (format == kFloat16) {  // values beyond its range are clamped instead of becoming infinite
-        const Simd::Float limit = Simd::set(65504.0f), low = Simd::set(-65504.0f);
-        for (; i + Simd::kLanes <= width; i += Simd::kLanes) {
-            const Simd::Float values = Simd::load(x + i);
-            const Simd::Float invalid = Simd::multiply(values, Simd::zero());  // NaN stays NaN
-            Simd::store_float16(words + i, Simd::add(Simd::maximum(Simd::minimum(values, limit), low), invalid));
-        }
-        for (; i < width; i++) words[i] = float_to_half(x[i] != x[i] ? x[i] : std::min(std::max(x[i], -65504.0f), 65504.0f));
-    } else {
-        for (; i < width; i++) words[i] = float_to_bfloat(x[i]);
-    }
-}
-
-// Codes -127 to 127 of a head; returns their scale. Where a number is not finite the scale is NaN, so that all of the head is.
-static inline float store_codes(const float* x, int width, uint8_t* codes) {
-    Simd::Float high = Simd::zero(), invalid = Simd::zero();
-    int i = 0;
-    for (; i + Simd::kLanes <= width; i += Simd::kLanes) {
-        const Simd::Float values = Simd::load(x + i);
-        high = Simd::maximum(high, Simd::absolute(values));
-        invalid = Simd::multiply_add(values, Simd::zero(), invalid);
-    }
-    float highest = Simd::highest(high), nothing = Simd::sum(invalid);
-    for (; i < width; i++) {
-        highest = std::max(highest, std::fabs(x[i]));
-        nothing += x[i] * 0.0f;
-    }
-    const float scale = highest / 127.0f + nothing;
-    if (!(scale > 0.0f)) {
-        std::memset(codes, 0, width);
-        return scale;
-    }
-    const Simd::Float limit = Simd::set(127.0f), low = Simd::set(-127.0f);  // a scale below the normal range is not exact
-    for (i = 0; i + Simd::kLanes <= width; i += Simd::kLanes) {
-        const Simd::Float scaled = Simd::divide(Simd::load(x + i), Simd::set(scale));
-        Simd::store_int8(codes + i, Simd::round_to_int(Simd::maximum(Simd::minimum(scaled, limit), low)));
-    }
-    for (; i < width; i++) codes[i] = (uint8_t)(int8_t)std::nearbyint(std::min(std::max(x[i] / scale, -127.0f), 127.0f));
-    return scale;
-}
-
-static inline int64_t number_bytes(int32_t format) { return format == kFloat32 ? 4 : format == kInt8 ? 1 : 2; }
-
-// A block's keys are stored dimension by dimension, [kv_heads, dim, block_size], so that a vector holds several keys;
-// its values token by token, [block_size, kv_heads, dim]. The scales of a head's keys lie behind them, [block_size]; that of a
-// value behind the value.
-static inline uint8_t* keys_of(const KvLayer& kv, int64_t block, int head, int dim) {
-    const int64_t width = dim + (kv.format == kInt8 ? kKvScaleBytes : 0);
-    return kv.data + (block * kv.block_stride + head * width * kv.block_size) * number_bytes(kv.format);
-}
-
-static inline uint8_t* value_of(const KvLayer& kv, int64_t block, int offset, int head) {
-    return kv.data + (block * kv.block_stride + kv.value_stride + offset * kv.token_stride + head * kv.head_stride) * number_bytes(kv.format);
-}
 
 static inline float soft_cap(float score, float cap) { return cap > 0.0f ? cap * std::tanh(score / cap) : score; }
 
@@ -123,6 +32,11 @@ static inline void scale_row(float* x, float factor, int width) {
     int i = 0;
     for (; i + Simd::kLanes <= width; i += Simd::kLanes) Simd::store(x + i, Simd::multiply(Simd::load(x + i), Simd::set(factor)));
     for (; i < width; i++) x[i] *= factor;
+}
+
+// width: a multiple of kLanes.
+static inline void multiply_row(float* x, const float* factors, int width) {
+    for (int i = 0; i < width; i += Simd::kLanes) Simd::store(x + i, Simd::multiply(Simd::load(x + i), Simd::load(factors + i)));
 }
 
 static inline void add_scaled(float* out, const float* x, float factor, int width) {
@@ -178,8 +92,14 @@ struct SoftmaxRows {  // the softmax of some rows so far
     float* sums;  // [rows, kLanes]
 };
 
+struct KvScales {  // of the keys and values of a tile, with kInt8: they multiply scores and weights
+    alignas(64) float keys[kKeys];
+    alignas(64) float values[kKeys];
+};
+
 struct TileBuffers {
     std::vector<float> keys, values, scores, queries, split, output;
+    KvScales scales;
     std::vector<float> highest, factors, sums;  // of the softmax of a split, as `SoftmaxRows`
     std::vector<Seen> seen;
     std::vector<Softmax> split_softmax, softmax;
@@ -255,46 +175,6 @@ static void product(const float* a, int64_t stride_a, int rows, const float* b, 
 
 static inline int padded_dim(int dim) { return (dim + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes; }
 
-// Keys [offset, offset + run) of a block as float32: [dim, kKeys].
-template <int32_t format>
-static inline void load_keys(const KvLayer& kv, int64_t block, int head, int dim, int offset, int run, float* to) {
-    const uint8_t* keys = keys_of(kv, block, head, dim);
-    const int64_t stride = kv.block_size * number_bytes(format);
-    if constexpr (format == kInt8) {
-        const uint8_t* scales = keys + dim * stride + offset * kKvScaleBytes;
-        keys += offset;
-        int i = 0;
-        for (; i + Simd::kLanes <= run; i += Simd::kLanes) {
-            const Simd::Float scale = Simd::load(reinterpret_cast<const float*>(scales) + i);
-            for (int d = 0; d < dim; d++) Simd::store(to + d * kKeys + i, Simd::multiply(Simd::load_int8(keys + d * stride + i), scale));
-        }
-        for (; i < run; i++) {
-            float scale;
-            std::memcpy(&scale, scales + i * kKvScaleBytes, kKvScaleBytes);
-            for (int d = 0; d < dim; d++) to[d * kKeys + i] = (float)(int8_t)keys[d * stride + i] * scale;
-        }
-    } else {
-        keys += offset * number_bytes(format);
-        if (run == Simd::kLanes)
-            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, Simd::kLanes, to + d * kKeys);
-        else
-            for (int d = 0; d < dim; d++) load_numbers(keys + d * stride, format, run, to + d * kKeys);
-    }
-}
-
-template <int32_t format>
-static inline void load_value(const uint8_t* value, int dim, float* to) {
-    if constexpr (format == kInt8) {
-        float scale;
-        std::memcpy(&scale, value + dim, kKvScaleBytes);
-        int d = 0;
-        for (; d + Simd::kLanes <= dim; d += Simd::kLanes) Simd::store(to + d, Simd::multiply(Simd::load_int8(value + d), Simd::set(scale)));
-        for (; d < dim; d++) to[d] = (float)(int8_t)value[d] * scale;
-    } else {
-        load_numbers(value, format, dim, to);
-    }
-}
-
 // Keys [base + begin, base + count) as float32: keys [dim, kKeys], values [kKeys, padded]. base is a multiple of kKeys.
 // Those before them are zeros: their blocks may hold anything.
 template <int32_t format>
@@ -303,13 +183,16 @@ static void load_tile_of(const KvLayer& kv, const int32_t* table, int head, int 
     if (begin > 0) {
         for (int d = 0; d < dim; d++) std::fill(buffers.keys.data() + d * kKeys, buffers.keys.data() + d * kKeys + begin, 0.0f);
         std::fill(buffers.values.data(), buffers.values.data() + (size_t)begin * padded, 0.0f);
+        std::fill(buffers.scales.keys, buffers.scales.keys + begin, 0.0f);
+        std::fill(buffers.scales.values, buffers.scales.values + begin, 0.0f);
     }
     for (int i = begin; i < count;) {
         const int key = base + i, offset = key % kv.block_size, run = std::min(kv.block_size - offset, count - i);
         const int64_t block = table[key / kv.block_size];
         load_keys<format>(kv, block, head, dim, offset, run, buffers.keys.data() + i);
         for (int j = 0; j < run; j++)
-            load_value<format>(value_of(kv, block, offset + j, head), dim, buffers.values.data() + (i + j) * padded);
+            load_numbers(value_of(kv, block, offset + j, head), format, dim, buffers.values.data() + (i + j) * padded);
+        if constexpr (format == kInt8) load_scales(kv, block, head, dim, offset, run, buffers.scales.keys + i, buffers.scales.values + i);
         i += run;
     }
     if (count < kKeys)
@@ -325,21 +208,12 @@ static inline void load_tile(const KvLayer& kv, const int32_t* table, int head, 
     }
 }
 
-// Calls body(first, count, keys) for rows that are computed together, and the keys that the last of them sees. Near the end
-// of a chunk, rows see some of the keys of a tile: others are not computed.
-template <class Body>
-static inline void each_rows(const Seen* seen, int rows, int keys, const Body& body) {
-    if (seen[0].visible == keys) return body(0, rows, keys);
-    for (int r = 0; r < rows; r += Simd::kProductRows) {
-        const int count = std::min(Simd::kProductRows, rows - r);
-        body(r, count, seen[r + count - 1].visible);
-    }
-}
-
 // One step of the softmax of some rows: scores become weights, and `factors` what the output so far is multiplied with.
-static inline void weigh_rows(float* scores, const Seen* seen, int rows, float softcap, const SoftmaxRows& softmax) {
+// scales: null where there are none.
+static inline void weigh_rows(float* scores, const Seen* seen, int rows, float softcap, const KvScales* scales, const SoftmaxRows& softmax) {
     for (int r = 0; r < rows; r++) {
         float* row = scores + r * kKeys;
+        if (scales) multiply_row(row, scales->keys, kKeys);
         if (softcap > 0.0f)
             for (int i = 0; i < seen[r].visible; i++) row[i] = soft_cap(row[i], softcap);
         softmax.factors[r] = peak_of(row, seen[r], softmax.highest[r]);
@@ -353,6 +227,135 @@ static inline void weigh_rows(float* scores, const Seen* seen, int rows, float s
         float* sums = softmax.sums + r * Simd::kLanes;
         const Simd::Float sum = weigh(scores + r * kKeys, seen[r], softmax.highest[r]);
         Simd::store(sums, Simd::multiply_add(Simd::load(sums), softmax.factors[r], sum));
+        if (scales) multiply_row(scores + r * kKeys, scales->values, kKeys);
+    }
+}
+
+// Where the keys and values of a tile lie: a pointer for each vector of keys, and for each value.
+struct TilePages {
+    const uint8_t* keys[kKeys / Simd::kLanes];
+    const uint8_t* values[kKeys];
+};
+
+// Vectors behind the last key repeat its own: their scores are hidden.
+static inline TilePages locate_tile(const KvLayer& kv, const int32_t* table, int head, int dim, int base, int count, KvScales& scales) {
+    TilePages pages;
+    const int64_t bytes = number_bytes(kv.format);
+    for (int i = 0; i < kKeys / Simd::kLanes; i++) {
+        const int key = base + std::min(i * Simd::kLanes, (count - 1) / Simd::kLanes * Simd::kLanes), offset = key % kv.block_size;
+        const int64_t block = table[key / kv.block_size];
+        pages.keys[i] = keys_of(kv, block, head, dim) + offset * bytes;
+        if (kv.format == kInt8 && i * Simd::kLanes < count)
+            load_scales(kv, block, head, dim, offset, std::min(Simd::kLanes, base + count - key), scales.keys + key - base, scales.values + key - base);
+    }
+    for (int i = 0; i < count; i++) {
+        const bool same = i > 0 && (base + i) % kv.block_size != 0;
+        pages.values[i] = same ? pages.values[i - 1] + kv.token_stride * bytes : value_of(kv, table[(base + i) / kv.block_size], (base + i) % kv.block_size, head);
+    }
+    return pages;
+}
+
+// Scores of some rows with some vectors of keys, which are converted in registers.
+template <int32_t format, int kRows, int kColumns>
+static inline void score_pages(const float* queries, int64_t query_stride, int dim, const uint8_t* const* keys, int64_t stride, float* scores) {
+    Simd::Float total[kRows][kColumns];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) total[r][j] = Simd::zero();
+    for (int d = 0; d < dim; d++) {
+        Simd::Float right[kColumns];
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) right[j] = load_stored<format>(keys[j] + d * stride);
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < kColumns; j++) total[r][j] = Simd::multiply_add(right[j], queries[r * query_stride + d], total[r][j]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) Simd::store(scores + r * kKeys + j * Simd::kLanes, total[r][j]);
+}
+
+// What rows had, times their factors, plus their weights times some columns of the values.
+template <int32_t format, int kRows, int kColumns>
+static inline void add_pages(const float* weights, const uint8_t* const* values, int count, int first, float* out, int64_t stride, const float* factors) {
+    Simd::Float total[kRows][kColumns];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) total[r][j] = Simd::multiply(Simd::load(out + r * stride + first + j * Simd::kLanes), Simd::set(factors[r]));
+    for (int k = 0; k < count; k++) {
+        Simd::Float right[kColumns];
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) right[j] = load_stored<format>(values[k] + (first + j * Simd::kLanes) * number_bytes(format));
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < kColumns; j++) total[r][j] = Simd::multiply_add(right[j], weights[r * kKeys + k], total[r][j]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kColumns; j++) Simd::store(out + r * stride + first + j * Simd::kLanes, total[r][j]);
+}
+
+// Calls body(number of rows, first row) for strips whose sums fit the registers.
+template <class Body>
+static inline void each_strip(int rows, const Body& body) {
+    int r = 0;
+    auto strips = [&](auto count) {
+        for (; rows - r >= decltype(count)::value; r += decltype(count)::value) body(count, r);
+    };
+    strips(std::integral_constant<int, 4>{});
+    strips(std::integral_constant<int, 3>{});
+    strips(std::integral_constant<int, 2>{});
+    strips(std::integral_constant<int, 1>{});
+}
+
+// A tile of few rows, straight from the pages: each sum has the numbers and the order that it has by way of the buffers.
+template <int32_t format>
+static void attend_pages(const KvLayer& kv, const Heads& heads, const TilePages& pages, const float* queries, int rows, int padded, const Seen* seen,
+                         const KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
+    constexpr int kColumns = Simd::kProductColumns;
+    const int64_t stride = kv.block_size * number_bytes(format);
+    each_strip(rows, [&](auto count, int r) {
+        for (int j = 0; j < kKeys / Simd::kLanes; j += kColumns)
+            score_pages<format, decltype(count)::value, kColumns>(queries + r * padded, padded, heads.dim, pages.keys + j, stride, scores + r * kKeys + j * Simd::kLanes);
+    });
+    weigh_rows(scores, seen, rows, heads.softcap, format == kInt8 ? &scales : nullptr, state);
+    const int visible = seen[rows - 1].visible;
+    each_strip(rows, [&](auto count, int r) {
+        constexpr int n = decltype(count)::value;
+        int first = 0;
+        for (; first + kColumns * Simd::kLanes <= heads.dim; first += kColumns * Simd::kLanes)
+            add_pages<format, n, kColumns>(scores + r * kKeys, pages.values, visible, first, out + r * padded, padded, state.factors + r);
+        for (; first < heads.dim; first += Simd::kLanes)
+            add_pages<format, n, 1>(scores + r * kKeys, pages.values, visible, first, out + r * padded, padded, state.factors + r);
+    });
+}
+
+static inline void attend_pages(const KvLayer& kv, const Heads& heads, const int32_t* table, int head, int base, int keys, const float* queries, int rows,
+                                const Seen* seen, KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
+    const TilePages pages = locate_tile(kv, table, head, heads.dim, base, keys, scales);
+    const int padded = padded_dim(heads.dim);
+    switch (kv.format) {
+        case kFloat32: return attend_pages<kFloat32>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
+        case kFloat16: return attend_pages<kFloat16>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
+        case kInt8: return attend_pages<kInt8>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
+        default: return attend_pages<kBfloat16>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
+    }
+}
+
+// Calls body(first, count, keys) for rows that are computed together, and the keys that the last of them sees. Near the end
+// of a chunk, rows see some of the keys of a tile: others are not computed.
+template <class Body>
+static inline void each_rows(const Seen* seen, int rows, int keys, const Body& body) {
+    if (seen[0].visible == keys) return body(0, rows, keys);
+    for (int r = 0; r < rows; r += Simd::kProductRows) {
+        const int count = std::min(Simd::kProductRows, rows - r);
+        body(r, count, seen[r + count - 1].visible);
     }
 }
 
@@ -361,13 +364,19 @@ static inline void weigh_rows(float* scores, const Seen* seen, int rows, float s
 static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* table, int key_head, int window, int position, const float* queries,
                          int rows, int first, int last, TileBuffers& buffers, float* out, Softmax* softmax) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
+    const bool direct = rows <= kDirectRows && kv.block_size % Simd::kLanes == 0 && heads.dim % Simd::kLanes == 0;
     std::fill(out, out + (size_t)rows * padded, 0.0f);
     std::fill(buffers.highest.begin(), buffers.highest.end(), Softmax().highest);
     std::fill(buffers.sums.begin(), buffers.sums.end(), 0.0f);
     for (int base = first / kKeys * kKeys; base < last; base += kKeys) {
         const int keys = std::min(kKeys, last - base);
-        load_tile(kv, table, key_head, heads.dim, base, std::max(0, first - base), keys, buffers);
         for (int r = 0, at = position; r < rows; r += group, at++) std::fill_n(buffers.seen.begin() + r, group, seen_keys(at, window, base, keys));
+        if (direct && first <= base) {
+            attend_pages(kv, heads, table, key_head, base, keys, queries, rows, buffers.seen.data(), buffers.scales, buffers.scores.data(),
+                         {buffers.highest.data(), buffers.factors.data(), buffers.sums.data()}, out);
+            continue;
+        }
+        load_tile(kv, table, key_head, heads.dim, base, std::max(0, first - base), keys, buffers);
         for (int r = 0; r < rows; r += kRowsAtOnce) {
             const Seen* seen = buffers.seen.data() + r;
             const int some = std::min(kRowsAtOnce, rows - r);
@@ -377,7 +386,7 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
                 product<false>(queries + (int64_t)(r + i) * padded, padded, count, buffers.keys.data(), kKeys, heads.dim, scores + i * kKeys, kKeys,
                                (visible + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes);
             });
-            weigh_rows(scores, seen, some, heads.softcap, state);
+            weigh_rows(scores, seen, some, heads.softcap, kv.format == kInt8 ? &buffers.scales : nullptr, state);
             each_rows(seen, some, keys, [&](int i, int count, int visible) {
                 product<true>(scores + i * kKeys, kKeys, count, buffers.values.data(), padded, visible, out + (int64_t)(r + i) * padded, padded, padded,
                               state.factors + i);
