@@ -14,6 +14,7 @@ from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
+from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import (
     AbortRequest,
     Accepted,
@@ -95,7 +96,11 @@ STEP_OUTPUT = st.builds(
 )
 MESSAGES = {
     StartEngine: st.builds(
-        StartEngine, st.just(EngineConfig(model="m", threads=2, itl_target_ms=12.5)), st.none() | TEXT, st.booleans()
+        StartEngine,
+        st.just(EngineConfig(model="m", threads=2, itl_target_ms=12.5)),
+        st.none() | TEXT,
+        st.booleans(),
+        st.sampled_from([None, KvEventsConfig(replay_endpoint="tcp://127.0.0.1:5558", topic="kv", rank=1)]),
     ),
     AddRequest: st.builds(
         AddRequest,

@@ -164,6 +164,9 @@ _SERVING = (
                  help="Most bytes that the files of one key may take."),
     click.option("--shutdown-timeout", "drain_s", type=FiniteRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests may take to finish after a SIGTERM."),
+    click.option("--kv-events-config", "kv_events", metavar="JSON",
+                 help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
+                 '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),
     click.option("--otlp-endpoint", metavar="URL",
                  help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
@@ -347,6 +350,16 @@ def check_serving() -> None:
 def check_tracing() -> None:
     if not (_is_installed("opentelemetry.exporter.otlp.proto.http") and _is_installed("opentelemetry.sdk")):
         raise ConfigError('--otlp-endpoint needs OpenTelemetry: pip install "quire[otel]".', param="otlp_endpoint")
+
+
+def check_kv_events(text: str | None) -> None:
+    """Refuse settings that cannot be read, before a model is loaded."""
+    if text is None:
+        return
+    from quire.engine.kv_events import read_kv_events
+
+    if read_kv_events(text) is not None:
+        check_packages("--kv-events-config", "events", "zmq")
 
 
 def _is_installed(name: str) -> bool:

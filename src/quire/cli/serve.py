@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
 from quire.cli.console import progress_bars
-from quire.cli.options import check_serving, check_tracing, engine_config
+from quire.cli.options import check_kv_events, check_serving, check_tracing, engine_config
 from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
@@ -76,6 +76,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
     access = AccessSettings(host, given)
     _check_host(host, keyed=access.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
+    check_kv_events(given["kv_events"])
     check_several(model, given, tables)
     for options in [table.given for table in tables] or [{**given, "model": model}]:
         engine_config(options["model"], options)
@@ -154,6 +155,7 @@ def _tracing(endpoint: str | None) -> Any:
 
 def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerConfig":
     """What to serve, with the model's files opened."""
+    from quire.engine.kv_events import read_kv_events
     from quire.server.server import ServerConfig
 
     served_model = read_served_model(given)
@@ -165,6 +167,7 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         **served_model._asdict(),
         max_waiting=config.max_waiting or MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
+        kv_events=read_kv_events(given.get("kv_events")),
     )
 
 

@@ -9,16 +9,22 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.core.process import die_with_parent, freeze_heap, gc_frozen_imports, leave_signals_to_parent
 from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
+from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
+from quire.kv.block_events import BlockEventLog
+
+if TYPE_CHECKING:
+    from quire.engine.kv_event_publisher import KvEventPublisher
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -36,6 +42,7 @@ def main(descriptor: int, parent: int) -> int:
     )
     try:
         engine, info = _build(start, reporter)
+        publisher = None if start.kv_events is None else _publisher(start.kv_events, engine)
     except QuireError as error:
         _send(connection, Refused(None, error))
         return error.exit_code
@@ -43,7 +50,7 @@ def main(descriptor: int, parent: int) -> int:
         load_vocabulary(engine.grammars)
     freeze_heap()
     _send(connection, info)
-    EngineServer(engine, connection, time.monotonic).run()
+    EngineServer(engine, connection, time.monotonic, publisher).run()
     return 0
 
 
@@ -66,6 +73,22 @@ def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, Engin
 
     built = build(start.config, reporter, serving=start.serving)
     return built.engine, built.info
+
+
+def _publisher(config: KvEventsConfig, engine: Engine) -> "KvEventPublisher":
+    """Lazy: ZMQ is an extra."""
+    from quire.engine.kv_event_publisher import KvEventPublisher
+
+    kv = engine.scheduler.kv
+    if kv.tree is None:
+        raise ConfigError(
+            "--kv-events-config tells what the prefix cache stores, and prefix caching is off. Omit one of them.",
+            param="kv_events",
+        )
+    publisher = KvEventPublisher(config, kv.block_size, time.time)
+    kv.tree.events = BlockEventLog(kv.block_size)
+    publisher.start()
+    return publisher
 
 
 def _read_start(connection: socket.socket) -> StartEngine | None:

@@ -10,9 +10,9 @@ import select
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire.core.errors import EngineFailed, QuireError, RequestFailed
 from quire.core.fault_injection import FaultSite, trip
@@ -24,6 +24,7 @@ from quire.engine.engine_view import EngineView
 from quire.engine.messages import AbortRequest, AddRequest, Heartbeat, Query, QueryReply, Refused, StopSequence
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
+from quire.kv.block_events import BlockEvent
 
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
@@ -34,11 +35,26 @@ _READ_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
+class EventPublisher(Protocol):
+    """Where events of the prefix cache go: `kv_event_publisher.py`, if they are asked for."""
+
+    def publish(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineServer:
     """Runs until the front process closes the connection."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        connection: socket.socket,
+        clock: Callable[[], float],
+        publisher: EventPublisher | None = None,
+    ) -> None:
         self._engine = engine
+        self._publisher = publisher
         self._socket = connection
         self._clock = clock
         self._decoder = FrameDecoder()
@@ -68,11 +84,20 @@ class EngineServer:
                     self._step()
                 else:
                     self._engine.prepare()
+                if self._publisher is not None:
+                    self._publish_events(self._publisher)
                 self._send_stats()
                 self._engine.note_progress()
         finally:
             self._ended.set()
             beating.join(HEARTBEAT_S)
+            if self._publisher is not None:
+                self._publisher.close()
+
+    def _publish_events(self, publisher: EventPublisher) -> None:
+        tree = self._engine.scheduler.kv.tree
+        if tree is not None and tree.events is not None and (events := tree.events.take()):
+            publisher.publish(events)
 
     def _send_heartbeats(self) -> None:
         """Kernels release the GIL, so no step delays a heartbeat."""

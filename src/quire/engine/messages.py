@@ -11,6 +11,7 @@ from quire.core.errors import InvalidParameter, QuireError, shown
 from quire.core.request import partition_name
 from quire.core.sampling import SamplingParams
 from quire.core.validation import check_float, check_int, convert_numpy
+from quire.engine.kv_events import KvEventsConfig
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # lower comes first
 MAX_NAME_CHARACTERS = 256
@@ -80,6 +81,7 @@ class StartEngine(NamedTuple):
     config: EngineConfig
     script: str | None  # the path of a scripted model's lines, instead of a model
     serving: bool = True  # False: offline, no client waits for its next token
+    kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
 
 
 @dataclass(frozen=True, slots=True)

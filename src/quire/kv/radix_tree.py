@@ -18,6 +18,7 @@ import numpy as np
 from quire.core.ids import BlockId, IntArray, RequestId
 from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
+from quire.kv.block_events import BlockEventLog
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, FairEvictionQueue
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, decode, encode
@@ -87,6 +88,7 @@ class RadixTree:
         "_queue",
         "_trie",
         "block_size",
+        "events",
         "generation",
         "num_evicted",
     )
@@ -95,6 +97,7 @@ class RadixTree:
         self.block_size = block_size
         self.generation = 0
         self.num_evicted = 0  # blocks that left the device, dropped or demoted
+        self.events: BlockEventLog | None = None  # of the device's blocks, for routers; None: nothing asks for them
         self._trie = Trie(block_size)
         self._pool = pool
         self._host = host if host is not None else BlockPool(0)
@@ -295,6 +298,8 @@ class RadixTree:
         """Append the rest to a leaf of the same owner, else add a leaf: so a prompt computed in many chunks, and its
         output, are one node."""
         if node.may_extend(owner.priority, owner.request):
+            if self.events is not None:
+                self.events.store(node.partition, node.blocks, rest, blocks)
             node.extend(rest, blocks)
             self._pool.adopt(blocks)
             self._queue.count(node.partition, len(blocks))
@@ -309,6 +314,8 @@ class RadixTree:
             if redundant is not None and self._pool_of(redundant).is_evictable(redundant.blocks.item(0)):
                 self._remove(redundant)
         leaf = self._trie.add_leaf(node, rest, blocks.copy(), owner.priority, owner.request)
+        if self.events is not None:
+            self.events.store(node.partition, node.blocks, rest, blocks)
         self._pool.adopt(leaf.blocks)
         self._queue.count(leaf.partition, len(leaf.blocks))
         return Inserted(leaf, len(leaf.blocks))
@@ -347,6 +354,8 @@ class RadixTree:
         node.blocks = blocks.copy()
         node.tier = Tier.DEVICE
         node.parent.num_device_children += 1
+        if self.events is not None:
+            self.events.store(node.partition, node.parent.blocks, node.tokens, blocks)
         self._pool.adopt(node.blocks)
         self._queue.count(node.partition, len(node.blocks))
 
@@ -403,6 +412,8 @@ class RadixTree:
                 self._remove(self._trie.split_tail(node, queue.num_evictable(node)))
         self._history.clear()
         self.generation += 1
+        if self.events is not None and not self._pool.num_cached:
+            self.events.clear()
         return self._pool.num_free + self._host.num_free - before
 
     def _free_host_blocks(self, count: int, miss: CacheMiss) -> bool:
@@ -422,6 +433,8 @@ class RadixTree:
         self._pool.disown(sources)
         self._host_queue.count(node.partition, len(sources))
         self._queue.count(node.partition, -len(sources))
+        if self.events is not None:
+            self.events.remove(sources)
         node.tier = Tier.HOST
         parent.num_device_children -= 1
         parent.inherit(node)
@@ -443,6 +456,8 @@ class RadixTree:
         assert parent is not None
         for each in self._trie.remove(node):
             self._queue_of(each).count(each.partition, -len(each.blocks))
+            if self.events is not None and each.tier is Tier.DEVICE:
+                self.events.remove(each.blocks)
             if dropped is not None and each.tier is Tier.DEVICE:
                 dropped.append(each.blocks)
             else:

@@ -15,6 +15,7 @@ from enum import Enum
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, QuireError
 from quire.engine.engine_process import EngineProcess
+from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
@@ -69,8 +70,9 @@ class Supervisor:
         clock: Callable[[], float],
         phase: Callable[[StartupPhase], None] = lambda phase: None,
         serving: bool = True,  # False: offline, no client waits for its next token
+        kv_events: KvEventsConfig | None = None,
     ) -> None:
-        self._start_message = StartEngine(config, script, serving)
+        self._start_message = StartEngine(config, script, serving, kv_events)
         self._engine = engine
         self._clock = clock
         self._phase = phase

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from quire.config import DEFAULT_SERVER_ROWS, EngineConfig
 from quire.core.errors import QuireError
 from quire.core.process import freeze_heap
+from quire.engine.kv_events import KvEventsConfig
 from quire.engine.open_model import OpenedModel
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
@@ -105,6 +106,7 @@ class ServerConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     serving: bool = True  # False: a batch, where latency does not matter
+    kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
 
 
 _FIRST_REQUESTS = 1024  # of keys, admitted beyond the limit and its reserve
@@ -199,7 +201,13 @@ class Server:
         self.engine = AsyncEngine(config.opened.tokenizer, clock)
         engine_config = with_burst_queue(config.config, config.max_waiting)
         self.supervisor = Supervisor(
-            engine_config, config.script, self.engine, clock=clock, phase=observers.phase, serving=config.serving
+            engine_config,
+            config.script,
+            self.engine,
+            clock=clock,
+            phase=observers.phase,
+            serving=config.serving,
+            kv_events=config.kv_events,
         )
         admission = AdmissionControl(
             self.engine,
