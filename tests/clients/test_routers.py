@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+import yaml
 
 from tests import children
 from tests.architecture.tree import ROOT
@@ -167,3 +168,13 @@ def test_a_router_reads_what_it_asks_for(router: Router) -> None:
         assert {worker["model_id"] for worker in workers} == {MODEL}
         assert {worker["metadata"]["model_path"] for worker in workers} == {MODEL}
         assert all(load["load"] >= 0 for load in loads), loads
+
+
+@pytest.mark.timeout(900)
+def test_the_router_of_the_kubernetes_files_has_their_flags() -> None:
+    files = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "router" / "router.yaml").read_text())
+    [deployment] = [each for each in files if each["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    program = str(environment("vllm-router") / "bin" / container["command"][0])
+    shown = children.run([program, "--help"], capture_output=True, text=True, check=True).stdout
+    assert {arg.partition("=")[0] for arg in container["args"]} <= set(re.findall(r"--[a-z][a-z-]+", shown))
