@@ -320,6 +320,7 @@ def shows_settings(function: Function) -> Function:
     return function
 
 
+_REPLICAS = "use --replicas of quire serve"
 _ONE_MACHINE = "a model runs on one machine; omit it"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
@@ -329,10 +330,10 @@ _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_n
 # are settings, written as flags on the command line.
 _FOREIGN = {
     "pipeline_parallel_size": _ONE_MACHINE,
-    "data_parallel_size": _ONE_MACHINE,
+    "data_parallel_size": _REPLICAS,
     "tp": "use {tensor_parallel_size}",
     "tp_size": "use {tensor_parallel_size}",
-    "dp_size": _ONE_MACHINE,
+    "dp_size": _REPLICAS,
     "n_gpu_layers": "all layers run on one device, which {device} chooses; omit it",
     "enforce_eager": "CUDA graphs are captured automatically on GPUs; omit it",
     "disable_cuda_graph": "CUDA graphs are captured automatically on GPUs; omit it",

@@ -164,6 +164,9 @@ _SERVING = (
                  help="Most bytes that the files of one key may take."),
     click.option("--shutdown-timeout", "drain_s", type=FiniteRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests may take to finish after a SIGTERM."),
+    click.option("--replicas", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N",
+                 help="Engines of the same model behind this server; a request goes where its prompt is cached, or to "
+                 "the one with fewest requests."),
     click.option("--kv-events-config", "kv_events", metavar="JSON",
                  help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
                  '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),

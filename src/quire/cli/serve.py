@@ -168,6 +168,7 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         max_waiting=config.max_waiting or MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
         kv_events=read_kv_events(given.get("kv_events")),
+        replicas=given.get("replicas") or 1,
     )
 
 

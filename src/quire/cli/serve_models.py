@@ -44,6 +44,8 @@ def check_several(model: str | None, given: Mapping[str, Any], tables: Sequence[
             "in the table adds others.",
             param="served_model_name",
         )
+    if given["replicas"] > 1:
+        raise ConfigError("--replicas is for one model, not several; omit it.", param="replicas")
     if given["kv_events"] is not None:
         raise ConfigError("--kv-events-config is for one model, not several; omit it.", param="kv_events")
     if given["otlp_endpoint"] is not None:

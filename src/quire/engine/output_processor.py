@@ -41,10 +41,13 @@ def as_list(ids: object) -> object:
 class OutputProcessor:
     """Text in, text out."""
 
-    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, clock: Callable[[], float], first_number: int = 0, stride: int = 1
+    ) -> None:
         self.now = clock  # metrics are read on it, in seconds
         self._tokenizer = tokenizer
-        self._next_number = 0
+        self._next_number = first_number  # of a request; the numbers of several processors never meet
+        self._stride = stride
         self._requests: dict[int, RequestState] = {}
         self._sequences: dict[int, SequenceOutput] = {}  # by sequence, as the engine numbers them
         self._sequence_ids: dict[int, tuple[int, ...]] = {}  # of each request that the engine has accepted
@@ -91,7 +94,7 @@ class OutputProcessor:
         if params.prompt_logprobs is not None:
             scores = [None] * len(ids)
         state = RequestState(request, text, RequestMetrics(self.now(), 0), sequences, scores)
-        self._next_number += 1
+        self._next_number += self._stride
         self._requests[number] = state
         if params.chooses:
             self._choosing.add(number)

@@ -66,6 +66,8 @@ async def load(state: ServerState, request: Request) -> Response:
             "kv_cache_usage": held / stats.num_blocks if stats.num_blocks else 0.0,
             "waiting_for": stats.waiting_for,
         }
+    if state.replicas is not None:
+        body["replicas"] = [each._asdict() for each in state.replicas()]
     return json_response(body)
 
 

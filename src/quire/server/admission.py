@@ -16,7 +16,8 @@ from starlette.routing import request_response
 from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import Draining, InvalidParameter, QueueFull, QuireError
-from quire.server.async_engine import AsyncEngine, EngineRestarting
+from quire.server.async_engine import EngineRestarting
+from quire.server.engine_client import EngineClient
 from quire.server.engine_supervisor import Health
 from quire.server.fair_shares import Client, ClientRates, FairShares, Throughput
 from quire.server.http.auth import ANONYMOUS, Identity, client_name
@@ -92,7 +93,7 @@ class AdmissionControl:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineClient,
         health: Callable[[], Health],
         *,
         max_waiting: int,

@@ -257,8 +257,10 @@ class FinishedRequest(NamedTuple):
 class AsyncEngine:
     """Submit requests, read their streams, close them."""
 
-    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
-        self._processor = OutputProcessor(tokenizer, clock)
+    def __init__(
+        self, tokenizer: Tokenizer | None, clock: Callable[[], float], rank: int = 0, num_replicas: int = 1
+    ) -> None:
+        self._processor = OutputProcessor(tokenizer, clock, rank, num_replicas)
         self._clock = clock
         self._lock = threading.Lock()  # of the output processor: used by the event loop and the reading thread
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -24,15 +24,17 @@ from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
-from quire.server.async_engine import AsyncEngine, EngineRestarting
+from quire.server.async_engine import EngineRestarting
 from quire.server.batch_store import BatchStore
+from quire.server.engine_client import EngineClient, EngineSupervision
 from quire.server.engine_state import EngineState
-from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.engine_supervisor import Health
 from quire.server.fair_shares import FairShares
 from quire.server.grammar_precompiler import FairSlots, GrammarPrecompiler
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
+from quire.server.replicas import ReplicaLoad
 from quire.server.response_store import ResponseStore
 from quire.text.tokenizer import Tokenizer
 
@@ -244,8 +246,8 @@ class ListedModel:
 class ServerState:
     """The first argument of every handler; the second is the request."""
 
-    engine: AsyncEngine
-    supervisor: Supervisor
+    engine: EngineClient
+    supervisor: EngineSupervision
     admission: AdmissionControl
     metrics: Metrics
     keep_alive_s: float = KEEP_ALIVE_S
@@ -253,6 +255,7 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
     followed: FairShares = field(default_factory=FairShares)  # bytes of stored responses that are being streamed
     list_models: Callable[[], Sequence[ListedModel]] | None = None  # with several models
+    replicas: Callable[[], Sequence[ReplicaLoad]] | None = None  # of several engines of one model
     batches: BatchStore | None = None  # and files; None: there is no folder for them
     engine_state: EngineState = field(init=False)
 

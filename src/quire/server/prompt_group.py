@@ -13,14 +13,15 @@ from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.core.ids import FloatArray
 from quire.engine.messages import RequestOptions
 from quire.engine.outputs import EMBEDDING, RequestOutput, unit
-from quire.server.async_engine import AsyncEngine, RequestStream, StreamItem
+from quire.server.async_engine import RequestStream, StreamItem
 from quire.server.context import ServedModel
+from quire.server.engine_client import EngineClient
 from quire.server.request.params import GenerationRequest, keeps_start, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
 from quire.text.tokenizer import Tokenizer
 
 
-def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
+def submit(engine: EngineClient, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
     """Submit one prompt. The caller must `close` the stream, however it ends."""
     assert generation.grammar == generation.params.grammar, "a grammar must be precompiled first"
     return engine.submit(
@@ -38,7 +39,7 @@ class PromptGroup:
     __slots__ = ("_streams", "_waiting")
 
     def __init__(
-        self, engine: AsyncEngine, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
+        self, engine: EngineClient, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
     ) -> None:
         self._streams: list[RequestStream] = []
         self._waiting: dict[asyncio.Future[StreamItem], int] = {}
@@ -118,7 +119,7 @@ def input_ids(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
     return inputs
 
 
-async def embed(engine: AsyncEngine, inputs: Sequence[list[int]], body: EmbeddingBody) -> list[FloatArray]:
+async def embed(engine: EngineClient, inputs: Sequence[list[int]], body: EmbeddingBody) -> list[FloatArray]:
     """The vectors of all inputs, `_AT_ONCE` at a time, in order. One failure fails the request."""
     options, dimensions = _options(body), body.dimensions
     vectors: list[FloatArray] = []

@@ -34,11 +34,13 @@ from quire.server.admission import AdmissionControl
 from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
 from quire.server.context import ServedModel, ServerState, make_served_model
+from quire.server.engine_client import EngineClient, EngineSupervision
 from quire.server.engine_supervisor import Supervisor
 from quire.server.fair_shares import reserve_of
 from quire.server.grammar_precompiler import CompileWorker, GrammarPrecompiler
 from quire.server.http.errors import Stopping
 from quire.server.metrics import Metrics
+from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 
 EVERY_S = 10.0
 
@@ -46,7 +48,7 @@ EVERY_S = 10.0
 class StatusLine:
     """Throughput since the last line, from the difference of counters."""
 
-    def __init__(self, engine: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
@@ -106,6 +108,7 @@ class ServerConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     serving: bool = True  # False: a batch, where latency does not matter
+    replicas: int = 1  # engines of this model
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
 
 
@@ -198,17 +201,17 @@ class Server:
         self._config = config
         self._observers = observers
         clock = time.monotonic
-        self.engine = AsyncEngine(config.opened.tokenizer, clock)
-        engine_config = with_burst_queue(config.config, config.max_waiting)
-        self.supervisor = Supervisor(
-            engine_config,
-            config.script,
-            self.engine,
-            clock=clock,
-            phase=observers.phase,
-            serving=config.serving,
-            kv_events=config.kv_events,
-        )
+        engines = [
+            AsyncEngine(config.opened.tokenizer, clock, rank, config.replicas) for rank in range(config.replicas)
+        ]
+        supervisors = [self._supervisor(rank, engine, clock) for rank, engine in enumerate(engines)]
+        self.engine: EngineClient = engines[0]
+        self.supervisor: EngineSupervision = supervisors[0]
+        loads = None
+        if config.replicas > 1:
+            self.engine = replicated = ReplicatedEngine(engines)
+            self.supervisor = supervisor = ReplicaSupervisor(supervisors, replicated)
+            loads = supervisor.loads
         admission = AdmissionControl(
             self.engine,
             lambda: self.supervisor.health,
@@ -220,14 +223,30 @@ class Server:
         self.metrics = Metrics(lambda: self.engine.stats, clock, name)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
         self.metrics.engine.info = lambda: self.engine.info
-        self.engine.finished = self._note_end
-        self.engine.progressed = self.metrics.progressed
-        self.engine.lost = self.metrics.engine.note_loss
-        self.engine.slow_reader = self.metrics.slow_reader
-        self.state = ServerState(self.engine, self.supervisor, admission, self.metrics)
+        for engine in engines:
+            engine.finished = self._note_end
+            engine.progressed = self.metrics.progressed
+            engine.slow_reader = self.metrics.slow_reader
+        if config.replicas == 1:  # else the counts of engines that are gone stay in the sums
+            engines[0].lost = self.metrics.engine.note_loss
+        self.state = ServerState(self.engine, self.supervisor, admission, self.metrics, replicas=loads)
         self.metrics.stored.set_function(lambda: self.state.responses.num_responses)
         self.metrics.stored_bytes.set_function(lambda: self.state.responses.num_bytes)
         self.app = make_app(self.state)
+
+    def _supervisor(self, rank: int, engine: AsyncEngine, clock: Callable[[], float]) -> Supervisor:
+        """Of one replica. The phases of the first one's start are reported."""
+        config, phase = self._config, self._observers.phase
+        events = config.kv_events
+        return Supervisor(
+            with_burst_queue(config.config, config.max_waiting),
+            config.script,
+            engine,
+            clock=clock,
+            phase=phase if rank == 0 else lambda phase: None,
+            serving=config.serving,
+            kv_events=events.of_replica(rank) if events is not None and config.replicas > 1 else events,
+        )
 
     def _note_end(self, end: FinishedRequest) -> None:
         self.metrics.finished(end)

@@ -13,9 +13,10 @@ from starlette.concurrency import run_in_threadpool
 from quire.engine.model_format import OutputGrammar
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
-from quire.server.async_engine import AsyncEngine, RequestStream
+from quire.server.async_engine import RequestStream
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
+from quire.server.engine_client import EngineClient
 from quire.server.prompt_group import submit
 from quire.server.request.params import (
     GenerationRequest,
@@ -93,7 +94,7 @@ class ChatResult(NamedTuple):
 
 
 async def start_chat(
-    engine: AsyncEngine,
+    engine: EngineClient,
     model: ServedModel,
     prompt: ChatPrompt,
     generation: GenerationRequest,

@@ -1,0 +1,280 @@
+"""Several engines of one model behind one front: which of them gets a request, and what they are as one engine.
+
+A request goes where most of its prompt is likely to be cached, unless that replica has too many others. What a replica
+has cached is estimated from the prompts that were sent there. Each replica has an engine process, a client and a
+supervisor of its own: one that dies fails its own requests, and the others go on. Does not depend on HTTP.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from quire.core.errors import Draining, QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.messages import DEFAULT_OPTIONS, RequestOptions
+from quire.engine.stats import EngineInfo, EngineStats
+from quire.server.async_engine import AsyncEngine, EngineRestarting, RequestStream, options_for
+from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.http.request_context import CURRENT_CONTEXT
+
+CHUNK_TOKENS = 32  # prompts are compared in steps of so many
+REQUEST_TOKENS = 64  # an open request of a replica weighs as much as so many tokens to compute
+MAX_SAVED_TOKENS = 4096  # a longer cached prefix weighs no more: 64 requests at most wait for one replica
+_OF_ALL = ("reset_prefix_cache", "drain")  # queries that every replica answers
+_NOT_COUNTED = ("step", "block_size", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks",
+                "num_free_blocks", "num_cached_blocks", "num_evictable_blocks", "num_reserved_blocks",
+                "num_host_blocks", "captured_shapes", "captured_bytes", "waiting_for")  # fmt: skip
+COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in _NOT_COUNTED)
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaLoad(NamedTuple):
+    """One replica, for `/load`."""
+
+    replica: int
+    health: str
+    num_requests: int  # open
+    num_submitted: int  # since the start of the server
+    num_restarts: int
+
+
+def prefix_hashes(partition: str, prompt: Sequence[int]) -> list[int]:
+    """One for each whole chunk of a prompt, of everything up to its end."""
+    data = np.array(prompt, dtype=np.int64).tobytes()
+    step = CHUNK_TOKENS * 8
+    last, hashes = hash(partition), []
+    for stop in range(step, len(data) + 1, step):
+        last = hash((last, data[stop - step : stop]))
+        hashes.append(last)
+    return hashes
+
+
+class PrefixRouter:
+    """Chooses replicas, and remembers which prompts each of them has."""
+
+    __slots__ = ("_chosen_at", "_known", "_limits", "_num_chosen")
+
+    def __init__(self, num_replicas: int) -> None:
+        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]  # oldest first
+        self._limits = [1 << 16] * num_replicas  # chunks
+        self._chosen_at = [0] * num_replicas
+        self._num_chosen = 0
+
+    def choose(self, loads: Mapping[int, int], hashes: Sequence[int]) -> int:
+        """Of the replicas in `loads`, with the open requests of each, the one where a prompt costs least; of equals the
+        one that was chosen least recently."""
+        saved = {rank: min(self.num_known(rank, hashes) * CHUNK_TOKENS, MAX_SAVED_TOKENS) for rank in loads}
+        return min(loads, key=lambda rank: (REQUEST_TOKENS * loads[rank] - saved[rank], self._chosen_at[rank]))
+
+    def num_known(self, rank: int, hashes: Sequence[int]) -> int:
+        """Leading chunks of a prompt that a replica has."""
+        known = self._known[rank]
+        return next((place for place, each in enumerate(hashes) if each not in known), len(hashes))
+
+    def note(self, rank: int, hashes: Sequence[int]) -> None:
+        """A prompt was sent to a replica. The beginnings of prompts are forgotten last, as they are in its cache."""
+        self._num_chosen += 1
+        self._chosen_at[rank] = self._num_chosen
+        known = self._known[rank]
+        for each in reversed(hashes):
+            known[each] = None
+            known.move_to_end(each)
+        while len(known) > self._limits[rank]:
+            known.popitem(last=False)
+
+    def forget(self, rank: int) -> None:
+        """The cache of a replica is empty."""
+        self._known[rank].clear()
+
+    def limit(self, rank: int, num_tokens: int) -> None:
+        """The size of a replica's cache."""
+        self._limits[rank] = max(num_tokens // CHUNK_TOKENS, 1)
+
+
+class ReplicatedEngine:
+    """The replicas as one engine. Request numbers tell the replica: number modulo their count."""
+
+    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+        self._engines = engines
+        self._router = PrefixRouter(len(engines))
+        self._num_submitted = [0] * len(engines)
+        self._earlier = dict.fromkeys(COUNTERS, 0)  # counted by engines that are gone
+        self.is_ready: Callable[[int], bool] = lambda rank: True
+        for rank, engine in enumerate(engines):
+            engine.lost = lambda rank=rank: self._note_loss(rank)  # type: ignore[misc]
+
+    def _note_loss(self, rank: int) -> None:
+        self._router.forget(rank)
+        stats = self._engines[rank].stats
+        if stats is not None:
+            for name in COUNTERS:
+                self._earlier[name] += getattr(stats, name)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        streaming: bool = False,
+        pooled: bool = False,
+        without_tokens: bool = False,
+    ) -> RequestStream:
+        """Submit a request to the replica where its prompt costs least."""
+        loads = self._loads()
+        hashes = prefix_hashes(options_for(CURRENT_CONTEXT.get(), options).partition, prompt)
+        rank = self._router.choose(loads, hashes)
+        engine = self._engines[rank]
+        stream = engine.submit(
+            prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
+        )
+        if engine.info is not None:
+            self._router.limit(rank, engine.info.num_blocks * engine.info.block_size)
+        self._router.note(rank, hashes)
+        self._num_submitted[rank] += 1
+        return stream
+
+    def _loads(self) -> dict[int, int]:
+        """Open requests of the replicas that may be chosen: those that are ready, or else all that run."""
+        if self.draining:
+            raise Draining
+        running = {rank: each.num_requests for rank, each in enumerate(self._engines) if each.attached}
+        if not running:
+            raise EngineRestarting("The engines are being started; try again in a moment.")
+        return {rank: load for rank, load in running.items() if self.is_ready(rank)} or running
+
+    def abort(self, number: int) -> bool:
+        return self._of(number).abort(number)
+
+    def _of(self, number: int) -> AsyncEngine:
+        return self._engines[number % len(self._engines)]
+
+    def fail_all(self, failure: Callable[[], QuireError]) -> None:
+        for engine in self._engines:
+            engine.fail_all(failure)
+
+    def numbers_of(self, request_id: str) -> tuple[int, ...]:
+        return tuple(number for engine in self._engines for number in engine.numbers_of(request_id))
+
+    async def query(self, what: str, number: int = 0) -> bytes:
+        """Of the replica that has a request, of all of them, or else of the first that runs."""
+        if what == "explain":
+            return await self._of(number).query(what, number)
+        running = [engine for engine in self._engines if engine.attached] or [self._engines[0]]
+        if what not in _OF_ALL:
+            return await running[0].query(what, number)
+        replies = [msgspec.json.decode(await engine.query(what, number)) for engine in running]
+        return msgspec.json.encode({name: sum(reply[name] for reply in replies) for name in replies[0]})
+
+    @property
+    def draining(self) -> bool:
+        return self._engines[0].draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        for engine in self._engines:
+            engine.draining = value
+
+    @property
+    def attached(self) -> bool:
+        return any(engine.attached for engine in self._engines)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(engine.num_requests for engine in self._engines)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of the first, with the rows and blocks of all."""
+        known = [engine.info for engine in self._engines if engine.info is not None]
+        if not known:
+            return None
+        rows, blocks = sum(info.max_num_seqs for info in known), sum(info.num_blocks for info in known)
+        return replace(known[0], max_num_seqs=rows, num_blocks=blocks)
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """Sums; what earlier engines have counted is in them."""
+        known = [engine.stats for engine in self._engines if engine.stats is not None]
+        if not known:
+            return None
+        sums = {
+            field.name: sum(getattr(stats, field.name) for stats in known) + self._earlier.get(field.name, 0)
+            for field in fields(EngineStats)
+            if field.name not in ("step", "block_size", "waiting_for")
+        }
+        waiting_for = next((stats.waiting_for for stats in known if stats.waiting_for is not None), None)
+        step = max(stats.step for stats in known)
+        return replace(known[0], **sums, step=step, waiting_for=waiting_for)
+
+    def counts_of(self, rank: int) -> tuple[int, int]:
+        """Requests of a replica: open, and submitted since the start."""
+        return self._engines[rank].num_requests, self._num_submitted[rank]
+
+
+class ReplicaSupervisor:
+    """The supervisors of all replicas. One that cannot be started again is given up while another runs."""
+
+    def __init__(self, supervisors: Sequence[Supervisor], engine: ReplicatedEngine) -> None:
+        self.supervisors = supervisors
+        self._engine = engine
+        self._given_up: list[QuireError] = []
+        engine.is_ready = lambda rank: supervisors[rank].health is Health.READY
+
+    @property
+    def health(self) -> Health:
+        """READY if one is."""
+        found = [each.health for each in self.supervisors]
+        return Health.READY if Health.READY in found else found[0]
+
+    @property
+    def hangs(self) -> bool:
+        return all(each.hangs for each in self.supervisors)
+
+    @property
+    def reason(self) -> str | None:
+        reasons = ((rank, each.reason) for rank, each in enumerate(self.supervisors))
+        return "; ".join(f"replica {rank}: {reason}" for rank, reason in reasons if reason is not None) or None
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(each.num_restarts for each in self.supervisors)
+
+    async def first_start(self) -> EngineInfo:
+        """Start all, at the same time."""
+        async with asyncio.TaskGroup() as tasks:
+            for each in self.supervisors:
+                tasks.create_task(each.first_start())
+        info = self._engine.info
+        assert info is not None
+        return info
+
+    async def watch(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for rank, each in enumerate(self.supervisors):
+                tasks.create_task(self._watch_one(rank, each))
+
+    async def _watch_one(self, rank: int, supervisor: Supervisor) -> None:
+        try:
+            await supervisor.watch()
+        except QuireError as error:
+            self._given_up.append(error)
+            if len(self._given_up) == len(self.supervisors):
+                raise
+            _log.error("replica %d is given up: %s", rank, error.message)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(each.stop() for each in self.supervisors))
+
+    def loads(self) -> list[ReplicaLoad]:
+        return [
+            ReplicaLoad(rank, each.health.value, *self._engine.counts_of(rank), each.num_restarts)
+            for rank, each in enumerate(self.supervisors)
+        ]
