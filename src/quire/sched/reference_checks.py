@@ -290,10 +290,15 @@ class _CheckedPreemption(Preemption):
         return {tenant: max(1, int(total * Fraction(weight) / sum_of_weights)) for tenant, weight in weights.items()}
 
     def _failed_before(self, search: _FailedSearch) -> bool:
+        """Groups whose time slices have ended since are found in the next period: `_check_wait` counts the steps."""
         failed = super()._failed_before(search)
         if failed:
             (group,) = [group for group in self._state.groups.values() if group.order == search.order]
             victims = self._victims(group.request.priority, below_share=self._below_share)
+            lower, equal = (
+                [each for each in some if self._is_preemptible(each.group)] for some in (victims.lower, victims.equal)
+            )
+            victims = victims._replace(lower=lower, equal=equal)
             num_rows = len(group.unfinished) - self._state.rows.num_free
             found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed)
             assert not found, f"{group} waits, and {found} could be preempted for it"
