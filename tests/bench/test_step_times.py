@@ -63,6 +63,15 @@ def test_the_timed_plans_are_the_named_step() -> None:
     assert [plan.step for plan in plans] == list(range(len(plans)))
 
 
+def test_rows_that_verify_drafts_have_room_for_all_of_them() -> None:
+    figures, plans = measured("verify 3x20+4")
+    assert [(figure.name, figure.num_tokens) for figure in figures] == [("verify 3x20+4", 12)]
+    timed = [plan for plan in plans if len(plan.drafts)]
+    assert len(timed) == 25 and all(plan.drafts.counts.tolist() == [3, 3, 3] for plan in timed)
+    granted = np.bincount(np.concatenate([plan.grants.rows for plan in plans]))
+    assert granted.tolist() == [-(-(20 + 4 * 25 + 2) // 4)] * 3
+
+
 def test_no_block_is_granted_to_two_rows_at_once() -> None:
     _, plans = measured(*STEPS)
     held: dict[int, int] = {}
@@ -83,6 +92,7 @@ def test_no_block_is_granted_to_two_rows_at_once() -> None:
         ("decode 81x5", "81 rows, and the engine 80; use --max-num-seqs 81"),
         ("chunk 3300", "holds 3,300 tokens, and the KV cache 3,200"),
         ("chunks of 3", "there is no step"),
+        ("verify 2x9+3 & chunk 4", "time them alone: verify 2x9\\+3"),
     ],
 )
 def test_a_step_that_cannot_run_is_refused_with_the_numbers(name: str, says: str) -> None:
@@ -98,6 +108,11 @@ def test_the_command_prints_a_line_per_step(quire: Shell) -> None:
     assert all(
         line["tokens_per_s"] == pytest.approx(1000 * line["num_tokens"] / line["milliseconds"]) for line in lines
     )
+
+
+def test_drafts_are_timed_on_a_gpu_alone(quire: Shell) -> None:
+    result = quire("bench", "steps", *ENGINE, "--steps", "verify 2x8+3")
+    assert result.status == 2 and "on a GPU with --speculative ngram; this is cpu" in result.err
 
 
 def test_a_wrong_step_is_an_error_of_the_option(quire: Shell) -> None:

@@ -1,4 +1,5 @@
-"""Times of whole steps by their shape: decoding rows of some context beside chunks of prompts, through the real runner.
+"""Times of whole steps by their shape: decoding rows of some context beside chunks of prompts, or rows that verify
+drafts, through the real runner.
 
 The plans are made by hand, so nothing is scheduled, and no step waits for the result of another. Contexts are reserved,
 not computed: what attention reads is whatever the cache holds. Does not depend on the engine.
@@ -17,7 +18,7 @@ from quire.bench.attention_steps import AttentionStep, QuerySpan, find_step
 from quire.core.errors import ConfigError
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
-from quire.core.step import Chunk, ChunkOutput, Grants, Pending, RowStart, Runner, StepPlan
+from quire.core.step import Chunk, ChunkOutput, Drafts, Grants, Pending, RowStart, Runner, StepPlan
 
 if TYPE_CHECKING:
     from quire.bench.observer import DeviceClock
@@ -29,18 +30,24 @@ _JOINT = re.compile(r"\s*&\s*")
 
 
 class RaggedStep(NamedTuple):
-    """What to time: decoding rows, chunks, or both."""
+    """What to time: decoding rows, chunks, or both; or decoding rows with drafts."""
 
     name: str
     decodes: tuple[QuerySpan, ...] = ()
     chunks: tuple[QuerySpan, ...] = ()
+    num_drafts: int = 0  # of each decoding row
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(span.num_new for span in self.chunks)
+        return len(self.decodes) * (1 + self.num_drafts) + sum(span.num_new for span in self.chunks)
+
+    @property
+    def num_advanced(self) -> int:
+        """Tokens that a decoding row gains in the timed steps, at most."""
+        return (1 + _ROUNDS * _AT_ONCE) * (1 + self.num_drafts)
 
     def num_blocks(self, block_size: int) -> int:
-        lengths = [span.length + _num_timed() for span in self.decodes] + [span.length for span in self.chunks]
+        lengths = [span.length + self.num_advanced for span in self.decodes] + [span.length for span in self.chunks]
         return sum(_num_blocks(length, block_size) for length in lengths)
 
 
@@ -66,12 +73,22 @@ STANDARD_RAGGED_STEPS = (
 
 
 def find_ragged_step(name: str) -> RaggedStep:
-    """The step of a name such as decode 64x1024, chunk 512+2048, decode 32x1000 & chunks 4x100."""
+    """The step of a name such as decode 64x1024, chunk 512+2048, decode 32x1000 & chunks 4x100, verify 16x1024+4."""
     parts = [find_step(part) for part in _JOINT.split(name.strip())]
+    if any(part.verifies for part in parts):
+        return _verifying_step(name, parts)
     decodes, chunks = [part for part in parts if part.decodes], [part for part in parts if not part.decodes]
     if len(decodes) > 1 or len(chunks) > 1:
         raise ConfigError(f"{name!r} names two parts of one kind; a step is written as decode 32x1000 & chunks 4x100.")
     return RaggedStep(" & ".join(part.name for part in parts), _spans(decodes), _spans(chunks))
+
+
+def _verifying_step(name: str, parts: list[AttentionStep]) -> RaggedStep:
+    if len(parts) > 1:
+        raise ConfigError(f"{name!r} has rows that verify drafts beside others; time them alone: {parts[0].name}.")
+    [part] = parts
+    last = tuple(QuerySpan(span.length - 1, 1) for span in part.spans)
+    return RaggedStep(part.name, last, num_drafts=part.spans[0].num_new - 1)
 
 
 def _spans(parts: list[AttentionStep]) -> tuple[QuerySpan, ...]:
@@ -117,11 +134,6 @@ def _seconds_each(runner: Runner, plans: "_Plans", clock: "DeviceClock | None") 
     return last.seconds_since(first) / _AT_ONCE
 
 
-def _num_timed() -> int:
-    """Steps that a decoding row takes part in, each a token longer."""
-    return 1 + _ROUNDS * _AT_ONCE
-
-
 def _num_blocks(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
@@ -156,7 +168,8 @@ class _Plans:
         for first in range(0, num_rows, _STARTED_AT_ONCE):
             rows = range(first, min(first + _STARTED_AT_ONCE, num_rows))
             spans = [self._step.decodes[row] for row in rows]
-            longest = [span.length + _num_timed() + num_rows // _STARTED_AT_ONCE + 2 for span in spans]
+            more = self._step.num_advanced + num_rows // _STARTED_AT_ONCE + 2
+            longest = [span.length + more for span in spans]
             starts = [_start(Row(row), span.length, most) for row, span, most in zip(rows, spans, longest, strict=True)]
             last = [QuerySpan(span.length - 1, 1) for span in spans]
             yield self._plan(starts=tuple(starts), grants=self._grant(rows, longest), chunks=_chunks(rows, last),
@@ -171,7 +184,14 @@ class _Plans:
         releases, self._running = self._running, tuple(Row(row) for row in rows)
         starts = [_start(Row(row), length, length + 2) for row, length in zip(rows, lengths, strict=True)]
         return self._plan(releases=releases, starts=tuple(starts), grants=self._chunk_grants,
-                          chunks=_chunks(rows, self._step.chunks), num_decoding=len(self._step.decodes))  # fmt: skip
+                          chunks=_chunks(rows, self._step.chunks), num_decoding=len(self._step.decodes),
+                          drafts=self._drafts())  # fmt: skip
+
+    def _drafts(self) -> Drafts:
+        num_rows, each = len(self._step.decodes), self._step.num_drafts
+        if not each:
+            return Drafts()
+        return Drafts(np.arange(num_rows, dtype=np.int32), np.full(num_rows, each, dtype=np.int32))
 
     def _grant(self, rows: range, lengths: Many[int]) -> Grants:
         """New blocks for these rows, one row after the other."""

@@ -228,7 +228,8 @@ def quality(
 @_model_option
 @click.option("--steps", callback=_ragged_steps, metavar="STEP,…",
               help="Other steps than the default ones: decode 64x1024 (rows, and keys of each), chunk 512+2048 (tokens "
-              "+ earlier keys), chunks 4x100, or rows beside chunks: decode 32x1000 & chunk 480.")  # fmt: skip
+              "+ earlier keys), chunks 4x100, rows beside chunks: decode 32x1000 & chunk 480; with --speculative ngram "
+              "on a GPU, verify 16x1024+4 (tokens of each row, three of them drafts).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
 @measured_engine_options
 def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **given: object) -> None:

@@ -28,6 +28,7 @@ from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out, write_file
 from quire.cli.load_model import NamedModel, headline, start
 from quire.config import EngineConfig
+from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.core.step import Runner
 from quire.engine.build import BuiltEngine
@@ -194,6 +195,12 @@ def kernels(shape: "HeadShape", steps: Many[AttentionStep], beside: str | None, 
 def steps(model: NamedModel, wanted: Many[RaggedStep], as_json: bool) -> None:
     """On a GPU, every shape is captured first."""
     runner, built = _observed_runner(model)
+    verifying = next((step.name for step in wanted if step.num_drafts), None)
+    if verifying and not (built.resolved.drafters and built.machine.device.startswith("cuda")):
+        raise ConfigError(
+            f"{verifying} verifies drafts, as many in every step on a GPU with --speculative ngram; this is "
+            f"{built.machine.device} with --speculative {model.config.speculative}."
+        )
     while not runner.prepared:
         runner.prepare()
     figures = measure_steps(
