@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.core.request import Sequence, SequenceState
 from quire.core.step import FinishReason
-from quire.sched.policy import STATIC, Policy
+from quire.sched.policy import CHUNKED, STATIC, Policy
 from quire.sched.queue import OrderPolicy
 from tests.sched.stepping import OPTIMISTIC, Bench, counting, oracle_output
 
@@ -220,6 +220,38 @@ def test_a_request_of_all_rows_that_was_preempted_too_often_keeps_them_for_a_tim
     bench.run()
     assert [bench.emitted[each.id] for each in large] == [oracle_output([7, 8, 9], 30, each.index) for each in large]
     assert bench.emitted[late.id] == oracle_output([30], 2)
+
+
+def test_the_time_slice_of_beams_ends_though_they_have_a_new_token_in_every_step() -> None:
+    order = OrderPolicy(share_patience_s=0.0, share_slice_s=5.0, ageing_s=0.0)
+    bench = Bench(blocks=400, rows=4, policy=policy_of(order, max_preemptions=0), oracle=True)
+    beams = bench.add_beams([7, 8, 9], 60, 4, tenant="large")
+    quiet = bench.add([20], 2, tenant="quiet")
+    for second in range(30):
+        bench.now_s = float(second)
+        bench.turn()
+    assert quiet.id in bench.finished and beams[0].group.num_preemptions == 1
+    bench.run()
+    assert all(beam.id in bench.finished for beam in beams)
+
+
+def test_a_slice_begins_although_a_sibling_ended_before_it_had_computed_its_tokens() -> None:
+    """It leaves its row to another tenant, which is due a second one."""
+    order = OrderPolicy(share_patience_s=0.0, share_slice_s=1.0, ageing_s=0.0)
+    policy = policy_of(order, max_preemptions=0, regime=CHUNKED)
+    bench = Bench(blocks=400, rows=4, budget=5, policy=policy, oracle=True)
+    *others, last = bench.add_group([7, 8, 9], 90, 4, tenant="large")
+    bench.turns(8)
+    bench.scheduler._state.preempt(last.group, last.request.id)
+    while not all(each.caught_up for each in others):
+        bench.turn()
+    assert last.row is not None and not last.caught_up
+    assert bench.scheduler.finish(last, FinishReason.STOP)
+    bench.add([20, 21], 90, tenant="quiet")
+    second = bench.add([22], 2, tenant="quiet")
+    bench.now_s = 2.0
+    bench.turns(bench.scheduler.kv.block_size + 8)
+    assert second.id in bench.finished
 
 
 def test_within_its_share_a_request_that_was_preempted_too_often_keeps_its_rows() -> None:

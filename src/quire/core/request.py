@@ -154,7 +154,7 @@ class RequestGroup:
         self.was_assigned = False
         self.has_first_token = False  # one of its sequences has emitted a token
         self.admitted_s: float | None = None  # when it first got rows
-        self.caught_up_s = 0.0  # when the last of its running sequences had computed all its tokens
+        self.caught_up_s: float | None = None  # when all that its sequences knew at its last admission was computed
         self.num_drafted = 0  # drafts verified
         self.num_accepted = 0  # tokens gained by them
         self.num_cached = 0  # prompt tokens found in the cache at its first admission

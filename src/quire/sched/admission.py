@@ -235,6 +235,7 @@ class Admission:
 
     def _note_admitted(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
         counters, request = self._state.counters, group.request
+        group.caught_up_s = None
         num_prompt = len(request.prompt)
         group.note(RequestEvent(step, EventKind.ADMITTED, num_cached))
         self._state.wait_history.note_admitted(step, group.order, request.id)

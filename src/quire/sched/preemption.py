@@ -265,14 +265,13 @@ def choose_above_share(
 
 
 class _FailedSearch(NamedTuple):
-    """A search without result: it holds while the same groups have rows and no less is missing. Where shares count it
-    is repeated after as many steps as a block has tokens: tenants come above their shares as rows grow, and time
-    slices end."""
+    """A search without result: it holds while the same groups have rows and no less is missing, for as many steps as a
+    block has tokens: rows grow, tenants come above their shares, time slices end."""
 
     order: int
     rows: int  # its generation
     weight: float  # of the active tenants, if their shares count
-    period: int  # of steps, if shares count
+    period: int  # of steps
     missing_rows: int
     shortage: int
 
@@ -325,8 +324,7 @@ class Preemption:
         if rows.releasing or (not below_share and missing_rows > rows.num_below(priority)):
             return False
         weight = state.shares.active_weight if below_share else 0.0
-        shares_count = below_share or state.shares.num_active > 1
-        period = state.last_planned // state.kv.block_size if shares_count else 0
+        period = state.last_planned // state.kv.block_size
         search = _FailedSearch(group.order, rows.generation, weight, period, missing_rows, shortage)
         if self._failed_before(search):
             return False
@@ -412,8 +410,8 @@ class Preemption:
 
     def _is_slice_over(self, group: RequestGroup) -> bool:
         state = self._state
-        computed = all(sequence.caught_up for sequence in state.running_sequences(group))
-        return computed and state.now_s - group.caught_up_s >= state.policy.order.share_slice_s
+        since_s = group.caught_up_s
+        return since_s is not None and state.now_s - since_s >= state.policy.order.share_slice_s
 
     def _candidates(self) -> Iterator[PreemptionCandidate]:
         """Every running group, once."""

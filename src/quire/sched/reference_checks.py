@@ -21,7 +21,7 @@ from quire.core.ids import RequestId
 from quire.core.request import RequestGroup
 from quire.kv.tree_checks import add_tree_checks
 from quire.sched.fairness import Billing, WeightedFairShares
-from quire.sched.preemption import Preemption, _FailedSearch, choose_for_waiting
+from quire.sched.preemption import Preemption, PreemptionCandidate, _FailedSearch, choose_for_waiting
 from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import OrderPolicy, WaitingQueue
 from quire.sched.scheduler import Scheduler
@@ -153,14 +153,17 @@ class _CheckedQueue(WaitingQueue):
 
 
 class _CheckedPreemption(Preemption):
-    """A search for victims that is skipped would find none. Rows and blocks taken back for a share are due to its
-    tenant, and are taken from tenants above their own. None that is due blocks waits while others are above."""
+    """A search for victims that is skipped would find none, or is made as many steps later as a block has tokens. Rows
+    and blocks taken back for a share are due to its tenant, and are taken from tenants above their own. None that is
+    due blocks waits while others are above."""
 
-    __slots__ = ("_below_share", "_num_missed")
+    __slots__ = ("_below_share", "_due_since", "_found_since", "_freed_then")
 
     def __init__(self, state: SchedulerState) -> None:
         super().__init__(state)
-        self._num_missed = 0  # searches in a row that took nothing, and should have
+        self._due_since: int | None = None  # the step from which on searches took nothing, and should have
+        self._found_since: int | None = None  # the same of searches that were skipped
+        self._freed_then: dict[int, int] = {}  # blocks that each group would have freed at the last search, by order
 
     def preempt_for_waiting(self, group: RequestGroup, num_rows: int, shortage: int, *, below_share: bool) -> bool:
         state, self._below_share = self._state, below_share
@@ -169,7 +172,10 @@ class _CheckedPreemption(Preemption):
         held = {each: self._held(each) for each in running}
         kept = {each for each in running if not self._is_preemptible(each)}
         kept -= {each for each in kept if self._has_kept_for_a_slice(each, held)}
+        freed, last = {each.order: state.num_freed(each) for each in running}, self._failed_search
         found = super().preempt_for_waiting(group, num_rows, shortage, below_share=below_share)
+        if self._failed_search is not last:
+            self._freed_then = freed
         assert not kept - self._running(), f"{kept - self._running()} were preempted once more, within their slice"
         if counters.share_preemptions > before:
             tenant, waited_s = group.request.tenant, state.now_s - state.waiting._queued[group.order].since_s
@@ -221,15 +227,22 @@ class _CheckedPreemption(Preemption):
             num_freed = self._num_blocks(held) - self._num_blocks(left)
             num_rows = sum(held[each].num_rows for each in held if each not in left)
             misses = num_freed >= shortage and num_rows + state.rows.num_free >= len(group.unfinished)
-        self._num_missed = self._num_missed + 1 if misses else 0
-        assert self._num_missed <= kv.block_size, f"{group} is due, and others keep more than their share"
+        self._due_since = self._since(self._due_since) if misses else None
+        late = misses and self._since(self._due_since) + kv.block_size < state.last_planned
+        assert not late, f"{group} is due, and others keep more than their share"
+
+    def _since(self, first: int | None) -> int:
+        return self._state.last_planned if first is None else first
 
     def _has_kept_for_a_slice(self, group: RequestGroup, held: "_BlocksByGroup") -> bool:
         """Whether a group that was preempted too often may be once more, for a tenant below its share."""
         state, tenant = self._state, group.request.tenant
         if not state.policy.order.fair or state.shares.num_active < 2:
             return False
-        if any(sequence.num_computed < len(sequence.tokens) - 1 for sequence in state.running_sequences(group)):
+        running = state.running_sequences(group)
+        if group.request.beam is None and any(each.num_computed < len(each.tokens) for each in running):
+            return False
+        if group.caught_up_s is None:
             return False
         above = self._num_rows(held, tenant) > self._shares(state.rows.max_rows)[tenant]
         within = state.now_s - group.caught_up_s < state.policy.order.share_slice_s
@@ -290,19 +303,23 @@ class _CheckedPreemption(Preemption):
         return {tenant: max(1, int(total * Fraction(weight) / sum_of_weights)) for tenant, weight in weights.items()}
 
     def _failed_before(self, search: _FailedSearch) -> bool:
-        """Groups whose time slices have ended since are found in the next period: `_check_wait` counts the steps."""
-        failed = super()._failed_before(search)
+        failed, found = super()._failed_before(search), ()
         if failed:
             (group,) = [group for group in self._state.groups.values() if group.order == search.order]
             victims = self._victims(group.request.priority, below_share=self._below_share)
-            lower, equal = (
-                [each for each in some if self._is_preemptible(each.group)] for some in (victims.lower, victims.equal)
-            )
-            victims = victims._replace(lower=lower, equal=equal)
             num_rows = len(group.unfinished) - self._state.rows.num_free
             found = choose_for_waiting(victims, num_rows, search.shortage, self._state.num_freed)
-            assert not found, f"{group} waits, and {found} could be preempted for it"
+            as_then = victims._replace(lower=self._as_then(victims.lower), equal=self._as_then(victims.equal))
+            then = choose_for_waiting(as_then, num_rows, search.shortage, lambda each: self._freed_then[each.order])
+            assert not then, f"{group} waits, and {then} could be preempted for it"
+        self._found_since = self._since(self._found_since) if found else None
+        late = found and self._since(self._found_since) + self._state.kv.block_size < self._state.last_planned
+        assert not late, f"{found} can be preempted since step {self._found_since}"
         return failed
+
+    def _as_then(self, victims: list[PreemptionCandidate]) -> list[PreemptionCandidate]:
+        """Those that the last search found as well: without groups whose time slices have ended since."""
+        return [each for each in victims if each.group.order in self._freed_then and self._is_preemptible(each.group)]
 
 
 class _GroupBlocks(NamedTuple):

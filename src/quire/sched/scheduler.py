@@ -414,7 +414,8 @@ class Scheduler:
         assert row is not None, sequence
         sequence.num_computed = stop
         if stop == sequence.num_planned == num_tokens and not sequence.caught_up:
-            sequence.caught_up, sequence.group.caught_up_s = True, state.now_s
+            sequence.caught_up = True
+            state.note_caught_up(sequence.group)
         samples = request.beam is None and not request.sampling.pooled
         if not failed and stop == num_tokens == len(request.prompt) and samples:
             state.note_first_token(sequence.group)

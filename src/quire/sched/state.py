@@ -193,6 +193,14 @@ class SchedulerState:
     def running_sequences(self, group: RequestGroup) -> tuple[Sequence, ...]:
         return tuple(sequence for sequence in group.sequences if sequence.state is SequenceState.RUNNING)
 
+    def note_caught_up(self, group: RequestGroup) -> None:
+        """A sequence has caught up or ended. A beam knows a further token after every step: the first time counts."""
+        if group.caught_up_s is not None or group.finished:
+            return
+        members = self.running_sequences(group) if group.request.beam is None else self.beams.live(group)
+        if all(sequence.caught_up for sequence in members):
+            group.caught_up_s = self.now_s
+
     def begin_release(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Stop computing on the row: finished if there is a reason, else preempted."""
         assert sequence.row is not None, sequence
@@ -216,6 +224,7 @@ class SchedulerState:
         for orphan in orphans:
             if orphan.state is SequenceState.RUNNING:
                 self.begin_release(orphan, None)
+        self.note_caught_up(sequence.group)
 
     def _bill(self, sequence: Sequence) -> None:
         """Charge for the tokens since the last block was granted."""
