@@ -86,6 +86,35 @@ def merge_partials(
 
 
 @triton.jit
+def merge_rows(
+    partials, maxima, sums, first_partial, num_splits, rows, dims,
+    AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MAXIMA_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The same for more rows, whose splits are added one by one: nothing is exchanged between threads, and no load
+    waits for another, because the maxima of all splits are known before."""
+    top = tl.full([rows.shape[0]], LOWEST, tl.float32)
+    for start in range(0, num_splits, MAXIMA_AT_ONCE):
+        splits = start + tl.arange(0, MAXIMA_AT_ONCE)
+        numbers = first_partial + splits[:, None] * GROUP + rows[None, :]
+        present = (splits < num_splits)[:, None] & (rows < GROUP)[None, :]
+        exponents = tl.load(maxima + numbers, mask=present, other=float("-inf"), cache_modifier=".cg")
+        top = tl.maximum(top, tl.max(exponents, 0))
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([rows.shape[0], dims.shape[0]], tl.float32)
+    for start in range(0, num_splits, AT_ONCE):
+        for each in tl.static_range(AT_ONCE):
+            places = (start + each) * GROUP + rows
+            present = (rows < GROUP) & (places < num_splits * GROUP)
+            numbers = first_partial + places
+            share = tl.exp2(tl.load(maxima + numbers, mask=present, other=float("-inf"), cache_modifier=".cg") - top)
+            total += tl.load(sums + numbers, mask=present, other=0.0, cache_modifier=".cg") * share
+            inside = present[:, None] & (dims < DIM)[None, :]
+            pointers = partials + numbers[:, None] * DIM + dims[None, :]
+            acc += tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg") * share[:, None]
+    return normalize(acc, total)
+
+
+@triton.jit
 def is_last(arrivals, num_programs):
     """Count this program; true for the last to arrive, which then sees what the others stored."""
     tl.debug_barrier()  # all threads of this program have stored before one of them counts
