@@ -91,7 +91,7 @@ class _CheckedShares(WeightedFairShares):
 class _CheckedQueue(WaitingQueue):
     """The order of the policy, computed anew from all waiting groups."""
 
-    __slots__ = ("_all", "_may_leave", "_order", "_tenants")
+    __slots__ = ("_all", "_may_leave", "_order", "_preempted_for", "_tenants")
 
     def __init__(self, policy: OrderPolicy, shares: WeightedFairShares) -> None:
         super().__init__(policy, shares)
@@ -99,6 +99,7 @@ class _CheckedQueue(WaitingQueue):
         self._tenants = shares
         self._all: dict[int, tuple[RequestGroup, float]] = {}  # by order, with since when it waits
         self._may_leave: set[int] = set()  # the last candidates
+        self._preempted_for: int | None = None  # others may be: it is admitted next, and may wait for a prefix before
 
     def push(self, group: RequestGroup, since_s: float) -> None:
         waits = not group.was_assigned
@@ -107,7 +108,7 @@ class _CheckedQueue(WaitingQueue):
         self._all[group.order] = (group, since_s)
 
     def pop(self, group: RequestGroup) -> float:
-        first = group.finished or group.order in self._may_leave
+        first = group.finished or group.order in self._may_leave or group.order == self._preempted_for
         assert first, f"{group} was taken, and {self._may_leave} are first"
         del self._all[group.order]
         return super().pop(group)
@@ -124,7 +125,7 @@ class _CheckedQueue(WaitingQueue):
         best = min(group.request.priority for group, _ in self._all.values())
         first = int(self._heads_of(best, now_s)[0][-1])
         assert found.order == first, f"{found} is first of class {best}, not {first}"
-        self._may_leave.add(first)
+        self._preempted_for = first
         return found
 
     def _first(self, now_s: float) -> list[int]:
@@ -303,7 +304,8 @@ class _CheckedPreemption(Preemption):
         return {tenant: max(1, int(total * Fraction(weight) / sum_of_weights)) for tenant, weight in weights.items()}
 
     def _failed_before(self, search: _FailedSearch) -> bool:
-        failed, found = super()._failed_before(search), ()
+        failed = super()._failed_before(search)
+        found: tuple[PreemptionCandidate, ...] = ()
         if failed:
             (group,) = [group for group in self._state.groups.values() if group.order == search.order]
             victims = self._victims(group.request.priority, below_share=self._below_share)

@@ -30,8 +30,7 @@ from quire.kernels.gpu.attention.split_merge import (
     SplitScratch,
     attention_bytes,
     is_last,
-    merge_partials,
-    merge_rows,
+    merge_splits,
     shared_memory_budget,
     store_partial,
 )
@@ -44,7 +43,6 @@ _FEW = 1.46  # (row, key head) pairs per SM
 _TILE_BYTES = 16384  # of keys, and as many of values
 _QUERY_BYTES = 65536  # of all query heads of one key head
 _MERGED_AT_ONCE = 8192  # float32 values held by the merging program
-_MAXIMA_AT_ONCE = 64  # splits of a row, the most that a schedule has
 _MERGING_WARPS = 4  # of rows with several queries: measured on an H200 (docs/performance/ledger, section 60)
 _WARP_VALUES = 4096  # float32 accumulator values that fit in the registers of a warp
 _MAX_WARPS = 8
@@ -148,8 +146,7 @@ def _decode_kernel(
     query, store, tables, splits, query_starts, lengths, output, partials, maxima, sums, arrivals,
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
     table_stride, output_stride, window, rate, cap_rate,
-    TILE: tl.constexpr, AT_ONCE: tl.constexpr, MAXIMA_AT_ONCE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_FIELDS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     ROWS_PADDED: tl.constexpr, ROWS_TIGHT: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -198,12 +195,10 @@ def _decode_kernel(
         store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, tile_rows, dims, ROWS, DIM)
         if is_last(arrivals + row * KV_HEADS + kv_head, count):
             tight = tl.arange(0, ROWS_TIGHT)
-            if QUERIES > 1:
-                merged = merge_rows(
-                    partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM, MAXIMA_AT_ONCE
-                )
-            else:
-                merged = merge_partials(partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM)
+            SEVERAL: tl.constexpr = QUERIES > 1
+            merged = merge_splits(
+                partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM, SEVERAL
+            )
             merged_places = _tile_places(kv_head, tight, output_stride, DIM, GROUP, QUERIES)
             inside = (tight < num_queries * GROUP)[:, None] & (dims < DIM)[None, :]
             tl.store(target + merged_places[:, None] + dims[None, :], merged.to(output.dtype.element_ty), mask=inside)
@@ -270,7 +265,7 @@ def decode_attention(
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
         rule.window, rates.rate, rates.cap_rate,
         TILE=tiles.keys,
-        AT_ONCE=max(1, _MERGED_AT_ONCE // (rows_tight * dim_padded)), MAXIMA_AT_ONCE=_MAXIMA_AT_ONCE,
+        AT_ONCE=max(1, _MERGED_AT_ONCE // (rows_tight * dim_padded)),
         BLOCK_SIZE=block_size, NUM_FIELDS=NUM_FIELDS.value,
         KV_HEADS=kv_heads, GROUP=group, QUERIES=most, ROWS_PADDED=rows_padded, ROWS_TIGHT=rows_tight,
         DIM=dim, DIM_PADDED=dim_padded, CAPPED=rule.softcap > 0,

@@ -20,6 +20,8 @@ from triton.runtime import driver
 
 from quire.kernels.gpu.attention.softmax_tile import LOWEST, normalize
 
+MAXIMA_AT_ONCE = tl.constexpr(64)  # splits of a row: the most that a schedule of decodes has
+
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
@@ -88,9 +90,9 @@ def merge_partials(
 @triton.jit
 def merge_rows(
     partials, maxima, sums, first_partial, num_splits, rows, dims,
-    AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MAXIMA_AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The same for more rows, whose splits are added one by one: nothing is exchanged between threads, and no load
+    """The same for many rows, whose splits are added one by one: nothing is exchanged between threads, and no load
     waits for another, because the maxima of all splits are known before."""
     top = tl.full([rows.shape[0]], LOWEST, tl.float32)
     for start in range(0, num_splits, MAXIMA_AT_ONCE):
@@ -112,6 +114,19 @@ def merge_rows(
             pointers = partials + numbers[:, None] * DIM + dims[None, :]
             acc += tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg") * share[:, None]
     return normalize(acc, total)
+
+
+@triton.jit
+def merge_splits(
+    partials, maxima, sums, first_partial, num_splits, rows, dims,
+    AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MANY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """As was faster on an H200 (docs/performance/ledger, section 60)."""
+    if MANY_ROWS:
+        merged = merge_rows(partials, maxima, sums, first_partial, num_splits, rows, dims, AT_ONCE, GROUP, DIM)
+    else:
+        merged = merge_partials(partials, maxima, sums, first_partial, num_splits, rows, dims, AT_ONCE, GROUP, DIM)
+    return merged
 
 
 @triton.jit
