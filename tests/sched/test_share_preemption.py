@@ -238,11 +238,13 @@ def test_the_time_slice_of_beams_ends_though_they_have_a_new_token_in_every_step
 def test_a_slice_begins_although_a_sibling_ended_before_it_had_computed_its_tokens() -> None:
     """It leaves its row to another tenant, which is due a second one."""
     order = OrderPolicy(share_patience_s=0.0, share_slice_s=1.0, ageing_s=0.0)
-    policy = policy_of(order, max_preemptions=0, regime=CHUNKED)
+    policy = policy_of(order, max_preemptions=1, regime=CHUNKED)
     bench = Bench(blocks=400, rows=4, budget=5, policy=policy, oracle=True)
     *others, last = bench.add_group([7, 8, 9], 90, 4, tenant="large")
     bench.turns(8)
-    bench.scheduler._state.preempt(last.group, last.request.id)
+    bench.add([30], 1, tenant="large", priority=-1)  # takes all rows
+    while not last.group.num_preemptions or last.row is None:
+        bench.turn()
     while not all(each.caught_up for each in others):
         bench.turn()
     assert last.row is not None and not last.caught_up

@@ -195,9 +195,8 @@ def _decode_kernel(
         store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, tile_rows, dims, ROWS, DIM)
         if is_last(arrivals + row * KV_HEADS + kv_head, count):
             tight = tl.arange(0, ROWS_TIGHT)
-            SEVERAL: tl.constexpr = QUERIES > 1
             merged = merge_splits(
-                partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM, SEVERAL
+                partials, maxima, sums, first_partial, count, tight, dims, AT_ONCE, ROWS, DIM, QUERIES > 1
             )
             merged_places = _tile_places(kv_head, tight, output_stride, DIM, GROUP, QUERIES)
             inside = (tight < num_queries * GROUP)[:, None] & (dims < DIM)[None, :]
