@@ -133,6 +133,8 @@ class Admission:
     def _park(self, group: RequestGroup, wait: PrefixWait, step: int) -> None:
         self._state.waiting.pop(group)
         self._state.inflight_prefixes.park(group, wait)
+        if self._reserved_for is group:
+            self._reserved_for = None  # while it waits others go first
         self._num_parked += 1
         group.note(RequestEvent(step, EventKind.WAITED, other=wait.leader.request.id, cause=WaitCause.PREFIX))
 

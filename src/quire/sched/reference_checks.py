@@ -91,7 +91,7 @@ class _CheckedShares(WeightedFairShares):
 class _CheckedQueue(WaitingQueue):
     """The order of the policy, computed anew from all waiting groups."""
 
-    __slots__ = ("_all", "_may_leave", "_order", "_preempted_for", "_tenants")
+    __slots__ = ("_all", "_may_leave", "_order", "_tenants")
 
     def __init__(self, policy: OrderPolicy, shares: WeightedFairShares) -> None:
         super().__init__(policy, shares)
@@ -99,7 +99,6 @@ class _CheckedQueue(WaitingQueue):
         self._tenants = shares
         self._all: dict[int, tuple[RequestGroup, float]] = {}  # by order, with since when it waits
         self._may_leave: set[int] = set()  # the last candidates
-        self._preempted_for: int | None = None  # others may be: it is admitted next, and may wait for a prefix before
 
     def push(self, group: RequestGroup, since_s: float) -> None:
         waits = not group.was_assigned
@@ -108,7 +107,7 @@ class _CheckedQueue(WaitingQueue):
         self._all[group.order] = (group, since_s)
 
     def pop(self, group: RequestGroup) -> float:
-        first = group.finished or group.order in self._may_leave or group.order == self._preempted_for
+        first = group.finished or group.order in self._may_leave
         assert first, f"{group} was taken, and {self._may_leave} are first"
         del self._all[group.order]
         return super().pop(group)
@@ -125,7 +124,7 @@ class _CheckedQueue(WaitingQueue):
         best = min(group.request.priority for group, _ in self._all.values())
         first = int(self._heads_of(best, now_s)[0][-1])
         assert found.order == first, f"{found} is first of class {best}, not {first}"
-        self._preempted_for = first
+        self._may_leave.add(first)
         return found
 
     def _first(self, now_s: float) -> list[int]:
