@@ -70,7 +70,6 @@ def test_the_port_of_a_kubernetes_service_is_no_option(quire: Shell, monkeypatch
         ("[models.' ']\npinned = true", "a name has 1 to 200 printable characters"),
         ("model = 'x'\n[models.a]", "'x' is given beside the tables [models.NAME]"),
         ("served-model-name = 'x'\n[models.a]", "--served-model-name is for one model"),
-        ("otlp-endpoint = 'http://127.0.0.1:4318'\n[models.a]", "traces one model, not several"),
         ("models-max = 2", "--models-max is for several models"),
         ("unload-after = 2", "--unload-after is for several models"),
         ("port = [1]", "has a list for port, which takes one value"),

@@ -22,6 +22,7 @@ from quire.cli.top import (
     as_object,
     compare,
     read_engine,
+    read_load,
     read_page,
     sparkline,
     table,
@@ -29,6 +30,7 @@ from quire.cli.top import (
 from quire.core.errors import ConfigError
 from tests.cli.commands import Shell
 from tests.clients.client_server import scripted
+from tests.server.several_models import answer, ask, endless, several_here, write_slow
 
 PAGE = """\
 # TYPE quire_engine_up gauge
@@ -193,13 +195,46 @@ def test_a_running_request_is_counted(url: str) -> None:
     sender = Thread(target=httpx.post, args=(f"{url}/v1/completions",), kwargs={"json": body, "timeout": 120})
     sender.start()
     server = MetricsClient(url, None)
-    while not server.num_open():
+    while not server.load().num_open:
         assert sender.is_alive(), "it ended before it was seen"
     before = server.read()
     while (view := compare(before, server.read())).generated_tokens_per_s == 0:
         assert sender.is_alive(), "no token was seen"
     assert view.num_running == 1
     sender.join()
+
+
+def test_each_of_several_models_has_a_line(default_model_path: Path, tmp_path: Path) -> None:
+    write_slow(tmp_path, "one")
+    with several_here(tmp_path, "--models-max", "2", one={}, two={}) as running, running.client() as client:
+        assert answer(ask(client, "two")) == "I am two."
+        watching = MetricsClient(running.url, None)
+        while (before := watching.read()).totals["num_requests_running"]:
+            pass  # the engine reports its statistics a few times a second
+        with client.stream("POST", "/v1/completions", json=endless("one")) as stream:
+            next(stream.iter_lines())
+            while not (sample := watching.sample(before, watching.read())).models[0].generated_tokens_per_s:
+                pass
+            one, two = sample.models
+            assert (one.name, one.status, one.num_running) == ("one", "loaded", 1) and one.kv_usage > 0
+            assert (two.name, two.status, two.num_running, two.generated_tokens_per_s) == ("two", "loaded", 0, 0.0)
+            assert sample.engine is None and sample.view.num_models_loaded == 2
+        report = json.loads(json.dumps(as_object("http://here", sample)))
+        assert [model["name"] for model in report["models"]] == ["one", "two"]
+    waiting = replace(two, status="loading", num_waiting_for_load=3)
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table("http://here", [sample._replace(models=(one, waiting))]))
+    assert (
+        "models" in capture.get() and "2 loaded" in capture.get() and "one: 1 running · 0 waiting · kv" in capture.get()
+    )
+    assert "two: loading · 3 waiting for its load" in capture.get()
+
+
+@pytest.mark.parametrize("page", ["", "[]", '{"models": {"a": {}}}', '{"server_load": "x"}', '{"models": 3}'])
+def test_a_load_of_something_else_is_refused(page: str) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+        read_load(page)
 
 
 def test_an_address_without_a_server_is_refused(quire: Shell) -> None:

@@ -207,7 +207,6 @@ class LocalServer:
         servers = [server] if isinstance(server, Server) else [slot.server for slot in server.router.slots]
         self._access.serve_files([each.state for each in servers], app)
         if self._tracer is not None:
-            assert isinstance(server, Server)
             app = self._tracer.around(app, server)
         settings = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=3, **self._access.uvicorn_settings(app))
         self._http = DrainingServer(settings, server.engine, self._drain_s)
@@ -226,7 +225,7 @@ class LocalServer:
         def changed(name: str, what: str) -> None:
             self.changes.append((name, what))
 
-        return RouterObservers(lambda name, phase: None, changed, lambda line: None, self._ready.set)
+        return RouterObservers(lambda name, phase: None, changed, lambda line: None, self._ready.set, self._tracer)
 
     def _note_ready(self, served: ServedModel, info: EngineInfo) -> None:
         self.chat_support = serving.chat_support(served)

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from quire.server.server import Tracer
 from tests.server.local_server import LocalServer, local_engines
 from tests.server.server_process import wait_until
 
@@ -36,10 +37,12 @@ def write_tables(folder: Path, **tables: dict[str, Any]) -> Path:
 
 
 @contextmanager
-def several_here(folder: Path, *arguments: str, **tables: dict[str, Any]) -> Iterator[LocalServer]:
+def several_here(
+    folder: Path, *arguments: str, tracer: Tracer | None = None, **tables: dict[str, Any]
+) -> Iterator[LocalServer]:
     """A server of these models in threads of this process, which loads none of them before it is asked."""
     with local_engines():
-        server = LocalServer("--config", str(write_tables(folder, **tables)), *SIZES, *arguments)
+        server = LocalServer("--config", str(write_tables(folder, **tables)), *SIZES, *arguments, tracer=tracer)
         try:
             yield server
         finally:

@@ -33,6 +33,7 @@ from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers
 from quire.server.tracing import Tracing, open_tracing
 from tests.server.local_server import local_engines, local_server
+from tests.server.several_models import answer, ask, several_here
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
 SCRIPT = '{"say": "Bang", "break": true, "when": "boom"}\n{"say": "Hello there."}\n'
@@ -201,6 +202,24 @@ def test_a_collector_gets_the_spans(default_model_path: Path, tmp_path: Path, co
     assert {path for path, _ in collector.got} == {"/v1/traces"}
     sent = b"".join(body for _, body in collector.got)
     assert b"text_completion smollm2-135m-instruct" in sent and b"gen_ai.usage.output_tokens" in sent
+
+
+def test_the_span_of_a_prompt_names_its_model(default_model_path: Path, tmp_path: Path) -> None:
+    """Each of several models numbers its own prompts, so both of these have the same number."""
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SimpleSpanProcessor(exporter))
+    with (
+        several_here(tmp_path, "--models-max", "2", tracer=tracing, one={}, two={}) as server,
+        server.client() as client,
+    ):
+        for name in ("one", "two"):
+            assert answer(ask(client, name)) == f"I am {name}."
+        assert ask(client, "three").status_code == 404
+    spans = {span.name: span for span in exporter.get_finished_spans() if span.name.startswith("chat ")}
+    assert set(spans) == {"chat one", "chat two"}
+    assert [attributes(spans[f"chat {name}"])["gen_ai.request.model"] for name in ("one", "two")] == ["one", "two"]
+    outer = {span.context.span_id for span in exporter.get_finished_spans() if span.name.startswith("POST /v1/chat")}
+    assert len(outer) == 3 and all(span.parent is not None and span.parent.span_id in outer for span in spans.values())
 
 
 def test_no_request_waits_for_a_hanging_collector(default_model_path: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _serve_one(
         say(f"  {'chat':<20}{chat_support(served)}")
         announce()
 
-    tracing = _tracing(given["otlp_endpoint"])
+    tracing = open_tracer(given["otlp_endpoint"])
     observers = ServerObservers(
         lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
         report_ready,
@@ -144,7 +144,7 @@ def _check_endpoint(endpoint: str | None) -> None:
     check_tracing()
 
 
-def _tracing(endpoint: str | None) -> Any:
+def open_tracer(endpoint: str | None) -> Any:
     """The exporter of traces, if a collector is named."""
     if endpoint is None:
         return None

@@ -1,5 +1,6 @@
 """`quire serve` with several models: their tables in the config file, and the limits within which they are loaded."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp
 from quire.cli.access_settings import AccessSettings
 from quire.cli.config_file import ModelTable
 from quire.cli.options import engine_config
-from quire.cli.serve import MAX_WAITING, server_config_of
+from quire.cli.serve import MAX_WAITING, open_tracer, server_config_of
 from quire.core.errors import ConfigError
 from quire.server.model_router import ModelRouter, RoutedModel, RouterConfig, RouterObservers
 from quire.server.router_app import RoutedServer
@@ -48,8 +49,6 @@ def check_several(model: str | None, given: Mapping[str, Any], tables: Sequence[
         raise ConfigError("--replicas is for one model, not several; omit it.", param="replicas")
     if given["kv_events"] is not None:
         raise ConfigError("--kv-events-config is for one model, not several; omit it.", param="kv_events")
-    if given["otlp_endpoint"] is not None:
-        raise ConfigError("--otlp-endpoint traces one model, not several; omit it.", param="otlp_endpoint")
 
 
 def serve_several(
@@ -62,11 +61,13 @@ def serve_several(
 ) -> None:
     say(f"quire {__version__} · {len(tables)} models: {', '.join(table.name for table in tables)}")
     config = router_config(tables, given, access.weights)
+    tracing = open_tracer(given["otlp_endpoint"])
     observers = RouterObservers(
         lambda name, phase: say(f"  {name}  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
         lambda name, what: say(time.strftime("%H:%M:%S ") + f"{name}: {what}"),
         lambda line: say(time.strftime("%H:%M:%S ") + line),
         announce,
+        tracing,
     )
 
     def make() -> RoutedServer:
@@ -75,9 +76,9 @@ def serve_several(
     def secure(server: RoutedServer) -> ASGIApp:
         app = access.secure(server.app, server.metrics)
         access.serve_files([slot.server.state for slot in server.router.slots], app)
-        return app
+        return app if tracing is None else tracing.around(app, server)
 
-    with access.logging():
+    with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
         serve_until_signal(make, listening, secure, access.uvicorn_settings, given["drain_s"])
 
 

@@ -41,6 +41,7 @@ class MetricsSample(NamedTuple):
     totals: Mapping[str, float]
     kv_usage: float  # the highest of all models
     buckets: Mapping[str, tuple[Bucket, ...]]  # by histogram, cumulative, the last without a limit
+    by_model: Mapping[str, Mapping[str, float]]  # totals of each model, where there are several
 
 
 class Quantiles(NamedTuple):
@@ -77,6 +78,7 @@ class TopView:
 def read_page(page: str, at_s: float) -> MetricsSample:
     totals: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
+    by_model: dict[str, dict[str, float]] = {}
     kv_usage = 0.0
     try:
         for family in text_string_to_metric_families(page):
@@ -88,13 +90,16 @@ def read_page(page: str, at_s: float) -> MetricsSample:
                     counts[limit_s] = counts.get(limit_s, 0.0) + sample.value
                 else:
                     totals[name] = totals.get(name, 0.0) + sample.value
+                    if model := sample.labels.get("model"):
+                        of_model = by_model.setdefault(model, {})
+                        of_model[name] = of_model.get(name, 0.0) + sample.value
                     kv_usage = max(kv_usage, sample.value) if name == "kv_cache_usage_perc" else kv_usage
     except (ValueError, KeyError) as error:
         raise ConfigError("This is not a metrics page. Give the address of a quire server, as it prints it.") from error
     if "engine_up" not in totals:
         raise ConfigError("That page has metrics, but not those of a quire server.")
     ordered = {name: tuple(Bucket(*each) for each in sorted(counts.items())) for name, counts in buckets.items()}
-    return MetricsSample(at_s, totals, kv_usage, ordered)
+    return MetricsSample(at_s, totals, kv_usage, ordered, by_model)
 
 
 def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
@@ -212,12 +217,73 @@ def read_engine(page: str) -> EngineSummary:
         raise ConfigError("/engine/state is not that of this version of quire. Update one of the two.") from error
 
 
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One of several models."""
+
+    name: str
+    status: str  # as in /v1/models
+    num_running: int
+    num_waiting: int
+    num_waiting_for_load: int
+    kv_usage: float  # 0 to 1
+    generated_tokens_per_s: float
+
+
+class ModelLoad(NamedTuple):
+    """What `/load` says of one of several models."""
+
+    status: str
+    num_running: int
+    num_waiting: int
+    num_waiting_for_load: int
+
+
+class ServerLoad(NamedTuple):
+    """What `/load` says."""
+
+    num_open: int  # HTTP requests without a complete response, running or waiting
+    models: Mapping[str, ModelLoad]  # by name, where there are several
+
+
+_LOAD_FIELDS = ("num_requests_running", "num_requests_waiting", "num_requests_waiting_for_load")
+
+
+def read_load(page: str) -> ServerLoad:
+    """Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+    load = json.loads(page)
+    models = {
+        name: ModelLoad(str(state["status"]), *(int(state[field]) for field in _LOAD_FIELDS))
+        for name, state in load.get("models", {}).items()
+    }
+    return ServerLoad(int(load.get("server_load", 0)), models)
+
+
+def view_models(before: MetricsSample | None, after: MetricsSample, load: ServerLoad) -> tuple[ModelView, ...]:
+    """Each of several models, with its rate between two samples of the metrics."""
+
+    def sampled(sample: MetricsSample | None, name: str) -> float:
+        return 0.0 if sample is None else sample.by_model.get(name, {}).get("sampled_tokens_total", 0.0)
+
+    seconds = 0.0 if before is None else after.at_s - before.at_s
+    return tuple(
+        ModelView(
+            name=name,
+            **state._asdict(),
+            kv_usage=after.by_model.get(name, {}).get("kv_cache_usage_perc", 0.0),
+            generated_tokens_per_s=max(sampled(after, name) - sampled(before, name), 0.0) / seconds if seconds else 0.0,
+        )
+        for name, state in load.models.items()
+    )
+
+
 class TopSample(NamedTuple):
     """What is shown at one time."""
 
     view: TopView
     engine: EngineSummary | None  # None: it is down, or there are several
     num_open: int
+    models: tuple[ModelView, ...] = ()  # empty: the server has one
 
 
 class MetricsClient:
@@ -236,18 +302,18 @@ class MetricsClient:
             with suppress(EngineFailed):  # it went down in between
                 engine = read_engine(self._server.get(f"/engine/state?since={self._step}"))
                 self._step = engine.step
-        return TopSample(view, engine, self.num_open())
+        load = self.load()
+        return TopSample(view, engine, load.num_open, view_models(before, after, load))
 
     def read(self) -> MetricsSample:
         page = self._server.get("/metrics")
         return read_page(page, time.monotonic())
 
-    def num_open(self) -> int:
-        """HTTP requests without a complete response, running or waiting."""
+    def load(self) -> ServerLoad:
         page = self._server.get("/load")
         try:
-            return int(json.loads(page).get("server_load", 0))
-        except (ValueError, TypeError, AttributeError) as error:
+            return read_load(page)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{self.url}/load is not that of a quire server. Give its address as it prints it."
             ) from error
@@ -298,6 +364,7 @@ def as_object(url: str, sample: TopSample) -> dict[str, object]:
     for name, value in fields.items():
         if isinstance(value, Quantiles):
             fields[name] = value._asdict()
+    fields["models"] = [asdict(model) for model in sample.models]
     if sample.engine is None:
         return {**fields, "engine": None}
     engine = asdict(sample.engine)
@@ -317,7 +384,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 def table(url: str, history: Sequence[TopSample]) -> Table:
     """The last sample, with sparklines of those before it."""
-    view, engine, num_open = history[-1]
+    view, engine, num_open, models = history[-1]
     views = [sample.view for sample in history]
     drawn = Table(box=None, show_header=False, pad_edge=False, title=f"quire · {url}", title_justify="left")
     filled = round(_BAR_COLUMNS * view.kv_usage)
@@ -326,6 +393,8 @@ def table(url: str, history: Sequence[TopSample]) -> Table:
         state = f"{view.num_models_loaded} loaded"
     drawn.add_row("engine" if view.num_models_loaded is None else "models",
                   f"{state} · {view.num_engine_restarts} restarts")  # fmt: skip
+    for model in models:
+        drawn.add_row("", _described(model))
     limit, reason, blocks = "", "", ""
     if engine is not None:
         limit = f" of {engine.max_rows}"
@@ -353,6 +422,16 @@ def table(url: str, history: Sequence[TopSample]) -> Table:
         quantiles = [getattr(each, chosen) for each in views]
         drawn.add_row(name, _milliseconds(quantiles[-1]), sparkline(each.p50_s if each else 0.0 for each in quantiles))
     return drawn
+
+
+def _described(model: ModelView) -> str:
+    loading = f" · {model.num_waiting_for_load} waiting for its load" if model.num_waiting_for_load else ""
+    if model.status != "loaded":
+        return f"{model.name}: {model.status}{loading}"
+    return (
+        f"{model.name}: {model.num_running} running · {model.num_waiting} waiting{loading} · kv "
+        f"{100 * model.kv_usage:.0f} % · {model.generated_tokens_per_s:,.1f} generated/s"
+    )
 
 
 _LATENCIES = {

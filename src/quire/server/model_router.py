@@ -21,7 +21,7 @@ from quire.engine.stats import EngineInfo
 from quire.server.context import ListedModel, ServedModel, make_served_model, unknown_model
 from quire.server.fair_shares import Client, FairShares
 from quire.server.response_store import ResponseStore
-from quire.server.server import Server, ServerConfig, ServerObservers, first_error
+from quire.server.server import Server, ServerConfig, ServerObservers, Tracer, first_error
 
 TURN_S = 5.0  # a model with requests stays loaded at least so long, and twice as long as its load took
 RETRY_FAILED_S = 10.0  # until then, requests for a model that could not be loaded get the reason at once
@@ -89,6 +89,7 @@ class RouterObservers:
     changed: Callable[[str, str], None]  # a model, and what happened
     status: Callable[[str], None]
     ready: Callable[[], None]
+    tracer: Tracer | None = None
 
 
 class ModelSlot:
@@ -213,6 +214,7 @@ class ModelRouter:
             lambda phase: self._observers.phase(name, phase),
             lambda served, info: self._note_loaded(self._by_name[name], info),
             lambda line: self._observers.status(f"{name}: {line}"),
+            self._observers.tracer,
         )
         slot = ModelSlot(model, observers, self.store, self._clock())
         slot.server.state.list_models = self.listed

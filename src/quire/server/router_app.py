@@ -33,6 +33,7 @@ from quire.server.model_router import ModelRouter, ModelSlot, ModelStatus, Model
 from quire.server.ollama.generate import LATEST
 from quire.server.ollama.response import OllamaResponse
 from quire.server.request.decode import read
+from quire.server.server import PromptName
 
 # Endpoints of what all models share: lists, stored responses, files, batches, versions.
 SHARED = frozenset(
@@ -151,6 +152,10 @@ class RoutedServer:
         self.metrics.stored.set_function(lambda: router.store.num_responses)
         self.metrics.stored_bytes.set_function(lambda: router.store.num_bytes)
         self.app = Application(self.admission, [self._route(endpoint) for endpoint in ENDPOINTS])
+
+    def prompts_of(self, request_id: str) -> tuple[PromptName, ...]:
+        """The prompts that came with a request, of whichever model."""
+        return tuple(prompt for slot in self.router.slots for prompt in slot.server.prompts_of(request_id))
 
     async def run_engine(self) -> None:
         await self.router.run()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import uvicorn
 import uvloop
@@ -122,12 +122,19 @@ def with_burst_queue(config: EngineConfig, max_waiting: int) -> EngineConfig:
     return replace(config, max_waiting=limit + reserve_of(limit) + _FIRST_REQUESTS)
 
 
+class PromptName(NamedTuple):
+    """A prompt of one of the models: each numbers its own."""
+
+    model: str
+    number: int
+
+
 class Tracer(Protocol):
     """Follows requests from end to end: `tracing.py`, if it is installed."""
 
-    def around(self, app: ASGIApp, server: "Server") -> ASGIApp: ...
+    def around(self, app: ASGIApp, server: "ServedApplication") -> ASGIApp: ...
 
-    def finished(self, end: FinishedRequest) -> None: ...
+    def finished(self, model: str, end: FinishedRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +226,8 @@ class Server:
             max_waiting_tokens=config.max_waiting_tokens,
             clock=clock,
         )
-        name = config.aliases[0] if config.aliases else config.opened.name
-        self.metrics = Metrics(lambda: self.engine.stats, clock, name)
+        self.name = config.aliases[0] if config.aliases else config.opened.name
+        self.metrics = Metrics(lambda: self.engine.stats, clock, self.name)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
         self.metrics.engine.info = lambda: self.engine.info
         for engine in engines:
@@ -251,7 +258,11 @@ class Server:
     def _note_end(self, end: FinishedRequest) -> None:
         self.metrics.finished(end)
         if self._observers.tracer is not None:
-            self._observers.tracer.finished(end)
+            self._observers.tracer.finished(self.name, end)
+
+    def prompts_of(self, request_id: str) -> tuple[PromptName, ...]:
+        """The prompts that came with a request, if it is one of the latest."""
+        return tuple(PromptName(self.name, number) for number in self.engine.numbers_of(request_id))
 
     async def stop(self) -> None:
         """Stop the engine; `run_engine` must have been cancelled."""
@@ -297,6 +308,8 @@ class ServedApplication(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    def prompts_of(self, request_id: str) -> tuple[PromptName, ...]: ...
 
     async def run_engine(self) -> None: ...
 

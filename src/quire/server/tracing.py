@@ -23,7 +23,7 @@ from quire.engine.outputs import RequestMetrics
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.errors import CLIENT_LEFT
 from quire.server.http.request_context import RouteNames, context_of, patterns, route_path
-from quire.server.server import Server
+from quire.server.server import PromptName, ServedApplication
 from quire.version import __version__
 
 _PROVIDER = "quire"
@@ -42,20 +42,21 @@ class Tracing:
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(_PROVIDER, __version__)
-        self._ended: dict[int, FinishedRequest] = {}  # by the number of the prompt
-        self._background: dict[int, Callable[[FinishedRequest], None]] = {}  # prompts that outlive their HTTP request
+        self._ended: dict[PromptName, FinishedRequest] = {}
+        self._background: dict[PromptName, Callable[[FinishedRequest], None]] = {}  # they outlive their HTTP request
 
-    def finished(self, end: FinishedRequest) -> None:
-        """A prompt has ended; its HTTP request ends soon after, or has ended."""
-        trace = self._background.pop(end.state.number, None)
+    def finished(self, model: str, end: FinishedRequest) -> None:
+        """A prompt of a model has ended; its HTTP request ends soon after, or has ended."""
+        prompt = PromptName(model, end.state.number)
+        trace = self._background.pop(prompt, None)
         if trace is not None:
             trace(end)
             return
-        self._ended[end.state.number] = end
+        self._ended[prompt] = end
         if len(self._ended) > _MAX_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
-    def around(self, app: ASGIApp, server: Server) -> ASGIApp:
+    def around(self, app: ASGIApp, server: ServedApplication) -> ASGIApp:
         """The application, with a span around each request."""
         return _TracedApp(app, server, self._tracer, self._ended, self._background)
 
@@ -78,10 +79,10 @@ class _TracedApp:
     def __init__(
         self,
         app: ASGIApp,
-        server: Server,
+        server: ServedApplication,
         tracer: Tracer,
-        ended: dict[int, FinishedRequest],
-        background: dict[int, Callable[[FinishedRequest], None]],
+        ended: dict[PromptName, FinishedRequest],
+        background: dict[PromptName, Callable[[FinishedRequest], None]],
     ) -> None:
         self._app = app
         self._server = server
@@ -114,13 +115,13 @@ class _TracedApp:
 
     def _close(self, span: Span, scope: Scope, route: str, status: int) -> None:
         request_id = context_of(scope).request_id
-        for number in self._server.engine.numbers_of(request_id):
-            end = self._ended.pop(number, None)
-            trace = partial(self._trace_prompt, span, _OPERATIONS.get(route, "chat"))
+        for prompt in self._server.prompts_of(request_id):
+            end = self._ended.pop(prompt, None)
+            trace = partial(self._trace_prompt, span, _OPERATIONS.get(route, "chat"), prompt.model)
             if end is not None:
                 trace(end)
             else:
-                self._background[number] = trace
+                self._background[prompt] = trace
                 if len(self._background) > _MAX_UNCLAIMED:
                     del self._background[next(iter(self._background))]
         span.set_attributes(
@@ -136,11 +137,9 @@ class _TracedApp:
             span.set_attribute("error.type", str(status))
         span.end()
 
-    def _trace_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
+    def _trace_prompt(self, parent: Span, operation: str, model: str, end: FinishedRequest) -> None:
         """The span of a prompt, and one for each of its phases."""
         times = end.state.metrics
-        loaded = self._server.state.loaded
-        model = "unknown" if loaded is None else loaded.name
         attributes = _attributes(end, operation, model)
         begun, ended = self._ns(times.arrival_s), self._ns(times.finished_s or times.arrival_s)
         context = set_span_in_context(parent)
