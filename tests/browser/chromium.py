@@ -148,6 +148,13 @@ class Tab:
     def answer_dialog(self, accept: bool, text: str = "") -> None:
         self._call("Page.handleJavaScriptDialog", accept=accept, promptText=text)
 
+    def held(self) -> tuple[int, int]:
+        """Of this page after a garbage collection: the JavaScript heap in KiB, and the nodes of its document."""
+        self._call("HeapProfiler.collectGarbage")
+        self._call("Performance.enable")
+        metrics = {each["name"]: each["value"] for each in self._call("Performance.getMetrics")["metrics"]}
+        return int(metrics["JSHeapUsedSize"]) >> 10, int(metrics["Nodes"])
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 

@@ -68,6 +68,11 @@ def test_the_map_fits_its_canvas(page: Page, count: int, width: int, height: int
     assert grid["columns"] * grid["rows"] >= count
 
 
+def test_neighbouring_rows_are_one_rectangle(page: Page) -> None:
+    assert page.run("runs([5, 0, 1, 2, 9, 6])") == [[0, 3], [5, 2], [9, 1]]
+    assert page.run("runs([])") == []
+
+
 def test_times_are_short(page: Page) -> None:
     shown = page.run("[null, 0.0012, 0.25, 3.14, 600].map(duration)")
     assert shown == ["–", "1.2 ms", "250 ms", "3.1 s", "10.0 min"]

@@ -1,7 +1,7 @@
 // The live view: asks the server for what is new while the page is visible, and draws it. A replay is shown the same way.
 
 import { apiKey, byId, element, request } from "./dom.js";
-import { Timeline, buckets, duration, grid, hue, icicle, quantile } from "./engine_state.js";
+import { Timeline, buckets, duration, grid, hue, icicle, quantile, runs } from "./engine_state.js";
 import { bindReplay, replayPauseMs, showReplay } from "./replay.js";
 
 const STATE_MS = 500; // between two questions
@@ -97,11 +97,18 @@ function describeNode(event) {
 function drawTimeline(view) {
   const { context, width, height } = surface("timeline");
   const steps = timeline.steps;
-  const highest = Math.max(8, ...steps.flatMap((step) => [...step.decodes, ...step.prefills.map(([row]) => row)])) + 1;
+  const rowsOf = (step) => [...step.decodes, ...step.prefills.map(([row]) => row)];
+  const highest = steps.reduce((most, step) => Math.max(most, ...rowsOf(step)), 8) + 1;
   const [stepWidth, rowHeight] = [Math.max(width / 400, 2), height / highest];
   const [decode, prefill, bad] = [colour("decode"), colour("prefill"), colour("bad")];
   const shown = steps.slice(-Math.floor(width / stepWidth));
   const left = width - shown.length * stepWidth; // the newest step is on the right from the first on
+  const gap = rowHeight > 3 ? 0.5 : 0; // thin rows are drawn as one rectangle: a hundred thousand take a processor
+  const fillRows = (rows, x) => {
+    for (const [row, count] of gap ? rows.map((each) => [each, 1]) : runs(rows)) {
+      context.fillRect(x, row * rowHeight, stepWidth, Math.max(count * rowHeight - gap, 0.5));
+    }
+  };
   shown.forEach((step, i) => {
     const x = left + i * stepWidth;
     if (step.num_preemptions) {
@@ -109,9 +116,9 @@ function drawTimeline(view) {
       context.fillRect(x, 0, stepWidth, 3);
     }
     context.fillStyle = decode;
-    for (const row of step.decodes) context.fillRect(x, row * rowHeight, stepWidth, Math.max(rowHeight - 0.5, 0.5));
+    fillRows(step.decodes, x);
     context.fillStyle = prefill;
-    for (const [row, tokens] of step.prefills) if (tokens) context.fillRect(x, row * rowHeight, stepWidth, Math.max(rowHeight - 0.5, 0.5));
+    fillRows(step.prefills.filter(([, tokens]) => tokens).map(([row]) => row), x);
   });
   byId("time-text").textContent = steps.length
     ? `Steps ${steps[0].step} to ${timeline.last}, the newest on the right; ${view.rows.length} of ${view.max_rows} rows in use.`

@@ -60,6 +60,18 @@ export function quantile(before, after, share) {
   return lower;
 }
 
+/** Rows as runs of neighbours, [first, count]: one rectangle each. */
+export function runs(rows) {
+  const found = [];
+  let end = -1;
+  for (const row of [...rows].sort((a, b) => a - b)) {
+    if (found.length && row === end) found[found.length - 1][1] += 1;
+    else found.push([row, 1]);
+    end = row + 1;
+  }
+  return found;
+}
+
 /** A hue for each request: neighbours differ. */
 export const hue = (number) => Math.round((number * 137.508) % 360);
 
