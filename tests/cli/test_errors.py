@@ -119,7 +119,7 @@ def test_a_truncated_file_is_named(quire: Shell, default_model_path: Path, tmp_p
 def test_a_used_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
-        result = quire("serve", "nosuchmodel", "--port", str(port))
+        result = quire("serve", "org/nosuchmodel", "--port", str(port))
     assert result.status == 2
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use by pid {os.getpid()} (" in result.err
     assert "Use another --port, or --port 0 for any free one." in result.err

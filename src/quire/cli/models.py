@@ -1,4 +1,7 @@
-"""`quire list`, `pull`, `show` and `rm`: the models that can be named on this machine."""
+"""`quire list`, `pull`, `show` and `rm`: the models that can be named on this machine.
+
+The client of the hub is imported where it is needed: a wrong name is refused before.
+"""
 
 import json
 import shutil
@@ -11,8 +14,6 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from quire.catalog import hub
-from quire.catalog.hub import cached_models
 from quire.catalog.locate import Located, fetched_models, locate
 from quire.catalog.names import DEFAULT_MODEL, SHORT_NAMES, HubName, short_name
 from quire.catalog.store import Report, models_folder, present
@@ -39,6 +40,8 @@ class ModelEntry(NamedTuple):
 
 def entries(folder: Path | None = None, hub_folder: Path | None = None) -> list[ModelEntry]:
     """Short names, then files in the cache folder, then complete models in the hub's cache."""
+    from quire.catalog.hub import cached_models
+
     folder = models_folder() if folder is None else folder
     listed = []
     for model in SHORT_NAMES:
@@ -90,8 +93,14 @@ def list_models(as_json: bool) -> None:
 def pull(model: str | None, revision: str | None, token: str | None) -> None:
     """Download a model; print its path."""
     with progress_bars() as bars:
-        located = locate(model, fetch_hub=hub.fetch, revision=revision, token=token, report=bars.fetched)
+        located = locate(model, fetch_hub=_fetch_hub, revision=revision, token=token, report=bars.fetched)
     print(located.path)
+
+
+def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    from quire.catalog.hub import fetch
+
+    return fetch(wanted, revision=revision, token=token, report=report)
 
 
 def show(model: str | None, revision: str | None, as_json: bool) -> None:
@@ -116,7 +125,9 @@ def verify(model: str | None, revision: str | None) -> None:
             print(f"{known.name}: the checksum is right.")
             return
         located = _on_this_machine(model, revision)
-        num_compared = hub.verify_cached(located.path, bars.fetched)
+        from quire.catalog.hub import verify_cached
+
+        num_compared = verify_cached(located.path, bars.fetched)
     if not num_compared:
         raise ModelNotFound(
             f"Only models of the catalog and of the hub's cache have checksums to verify; {model} is not one."
@@ -136,11 +147,13 @@ def remove(names: Sequence[str]) -> None:
             hint = f" Did you mean {listed[near[0]].name}?" if near else ""
             raise ModelNotFound(f"There is no model {name!r} to remove; `quire list` shows what is here.{hint}")
         chosen.append(entry)
+    from quire.catalog.hub import cached_models, remove_cached
+
     cached = {str(each.name): each for each in cached_models()}
     for entry in chosen:
         num_bytes = entry.size_bytes
         if entry.name in cached:
-            num_bytes = hub.remove_cached(cached[entry.name])
+            num_bytes = remove_cached(cached[entry.name])
         elif entry.where.is_file():
             entry.where.unlink()
         else:
@@ -157,8 +170,10 @@ def _on_this_machine(model: str | None, revision: str | None) -> Located:
 
 
 def _cached_only(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    from quire.catalog.hub import find_cached
+
     try:
-        return hub.find_cached(wanted, revision)
+        return find_cached(wanted, revision)
     except ModelNotFound:
         raise
     except Exception as error:  # the library's, for a model that is not in its cache

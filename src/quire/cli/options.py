@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from quire.catalog.locate import find_model
+from quire.catalog.store import models_folder
 from quire.config import EngineConfig, check_names, parse_size, setting_of
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
@@ -348,6 +350,13 @@ def check_serving() -> None:
     names = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client",
              "python_multipart")  # fmt: skip
     check_packages("Serving", "serve", *names)
+
+
+def check_model(model: str | None, given: Mapping[str, object]) -> None:
+    """Refuse wrong settings and a wrong name, before the rest of a command is imported. Downloads nothing."""
+    config = engine_config(model, given)
+    if config.load_format != "dummy":
+        find_model(config.model, config.revision, models_folder())
 
 
 def check_tracing() -> None:

@@ -14,7 +14,5 @@ IntArray = NDArray[np.int32]
 IndexArray = NDArray[np.intp]  # numpy's own index type: with narrower integers an indexed read takes five times as long
 FloatArray = NDArray[np.float32]
 
-LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
-
 # Block 0 of every pool: rows that ended on the device and padding write here; it is never read.
 NULL_BLOCK = BlockId(0)

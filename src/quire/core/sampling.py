@@ -15,7 +15,6 @@ from numbers import Integral
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from quire.core.errors import InvalidParameter, shown
-from quire.core.ids import LONGEST_TOKEN
 from quire.core.validation import (
     check_bool,
     check_count,
@@ -162,6 +161,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 32
+LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
 MAX_BAD_WORD_CHARACTERS = MAX_BAD_WORD_TOKENS * LONGEST_TOKEN
 MAX_BAD_WORDS_CHARACTERS = 1 << 16  # of all together: they are tokenized before the request can be queued
 MAX_LOGPROBS = 100

@@ -1,8 +1,10 @@
-"""Checks of single user-given values. Each raises `InvalidParameter`, which names the parameter."""
+"""Checks of single user-given values. Each raises `InvalidParameter`, which names the parameter.
 
+Imports no numpy, which takes longer than all else that a command needs to refuse a wrong option.
+"""
+
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-
-import numpy as np
 
 from quire.core.errors import InvalidParameter, shown
 
@@ -11,7 +13,8 @@ _PLAIN = (int, float, bool, str, list, tuple)
 
 def plain(value: object) -> object:
     """A numpy number or array as a Python value: users mix both, encoders do not."""
-    if isinstance(value, np.generic | np.ndarray):
+    numpy = sys.modules.get("numpy")  # before it is imported, there is no value of it
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
         return {plain(key): plain(each) for key, each in value.items()}

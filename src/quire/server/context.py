@@ -13,10 +13,9 @@ from typing import ParamSpec, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, QuireError, shown
-from quire.core.ids import LONGEST_TOKEN
 from quire.core.model import ModelSpec
 from quire.core.process import trim_heap
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import LONGEST_TOKEN, SamplingParams
 from quire.engine.model_format import ModelFormat, find_model_format
 from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
