@@ -67,8 +67,8 @@ def ask(client: httpx.Client, model: str | None, **fields: object) -> httpx.Resp
 
 
 def write_slow(folder: Path, name: str) -> None:
-    """A script whose endless answer takes 20 s, for tests that need it to run."""
-    (folder / f"{name}.jsonl").write_text(lines_of(name, step_ms=20))
+    """A script whose endless answer takes 100 s, for tests that need it to run."""
+    (folder / f"{name}.jsonl").write_text(lines_of(name, step_ms=100))
 
 
 def endless(model: str) -> dict[str, object]:
