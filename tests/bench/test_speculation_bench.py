@@ -31,7 +31,7 @@ PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance"
 
 def test_the_plot_in_the_docs_has_the_raw_figures() -> None:
     """Made by this; and a curve for each acceptance, with the governor and without, over the numbers of requests."""
-    raw = (PERFORMANCE / "raw" / "h200-sixteenth-speculation.txt").read_text().partition("As landed")[2]
+    raw = (PERFORMANCE / "raw" / "h200-nineteenth-verify.txt").read_text().partition("--drafts 7")[0]
     found = [json.loads(line) for line in raw.splitlines() if line.startswith('{"chance"')]
     figures = [PlantedFigure(**{name: each[name] for name in PlantedFigure._fields}) for each in found]
     picture = planted_plot("Llama-3.1-8B on an H200", figures)

@@ -212,7 +212,8 @@ def test_each_of_several_models_has_a_line(default_model_path: Path, tmp_path: P
         while (before := watching.read()).totals["num_requests_running"]:
             pass  # the engine reports its statistics a few times a second
         with client.stream("POST", "/v1/completions", json=endless("one")) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # once it is collected its connection is closed
+            next(lines)
             while not (sample := watching.sample(before, watching.read())).models[0].generated_tokens_per_s:
                 pass
             one, two = sample.models

@@ -21,8 +21,8 @@ def test_the_models_attention_needs_are_passed_and_the_reasons_reported(monkeypa
     reasons = ("decodes by quire", "one long chunk by another")
     asked: list[object] = []
 
-    def select(*given: object, batch_invariant: bool, num_ranks: int) -> KernelChoice:
-        asked.extend((*given, num_ranks, batch_invariant))
+    def select(*given: object, batch_invariant: bool, num_ranks: int, kv_dtype: torch.dtype | None) -> KernelChoice:
+        asked.extend((*given, num_ranks, kv_dtype, batch_invariant))
         return KernelChoice(ReferenceKernels(), "for a test", attention=reasons)
 
     monkeypatch.setitem(SHAPES, "windowed", replace(TINY, windows=(0, 32), attention_softcap=5.0))

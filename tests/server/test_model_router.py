@@ -291,7 +291,8 @@ def test_the_limit_of_a_key_is_for_all_models(tmp_path: Path) -> None:
     ):
         assert client.get("/ready").status_code == 200
         with client.stream("POST", "/v1/completions", json=endless("a")) as stream:
-            next(stream.iter_raw())
+            pieces = stream.iter_raw()  # once it is collected its connection is closed
+            next(pieces)
             refused = ask(client, "b")
             assert refused.status_code == 429 and refused.json()["error"]["code"] == "share_exhausted"
         wait_until(lambda: client.get("/load").json()["server_load"] == 0)
