@@ -57,7 +57,7 @@ def test_outputs_are_the_same(pair: tuple[LLM, LLM], kind: str) -> None:
     for _ in range(2):
         assert said(drafting.generate(PROMPTS, params)) == said(plain.generate(PROMPTS, params))
     counters = drafting._built.engine.scheduler.counters
-    assert counters.drafted_tokens > counters.accepted_tokens > 0
+    assert counters.drafted_tokens >= counters.accepted_tokens > 0
     assert plain._built.engine.scheduler.counters.drafted_tokens == 0
 
 
