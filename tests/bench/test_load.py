@@ -122,6 +122,7 @@ def test_the_simulated_form_has_the_same_report(quire: Shell, server: LocalServe
     assert slow["ttft_ms"]["max"] >= simulated["ttft_ms"]["max"] and slow["itl_target_s"] == 0.006
 
 
+@pytest.mark.long  # 5 CPU seconds; the search is tested by itself
 def test_capacity_of_the_simulated_server(quire: Shell) -> None:
     asked = ("bench", "capacity", "--simulate", "--trace", "sharegpt", "--rate", "8", "--seconds", "4")
     report = json.loads(quire(*asked, "--tolerance", "0.5", "--level", "2000/100", "--json").out)

@@ -189,6 +189,7 @@ def test_the_reason_of_pip_is_one_line() -> None:
     assert pip_reason([], 9) == "it ended with status 9 and printed nothing"
 
 
+@pytest.mark.long  # makes an environment: 7 s
 def test_a_peer_without_a_package_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     said: list[str] = []
@@ -200,6 +201,7 @@ def test_a_peer_without_a_package_leaves_nothing_behind(monkeypatch: pytest.Monk
     assert said[0] == f"nosuch: installing no-such-package-of-quire into {tmp_path / 'nosuch'}, once"
 
 
+@pytest.mark.long  # makes an environment: 6 s
 def test_an_environment_is_made_once(tmp_path: Path) -> None:
     peer = Peer("empty", ("pip",), ("float32",))  # which the environment has from the start
     said: list[str] = []

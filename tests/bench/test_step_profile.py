@@ -34,6 +34,7 @@ def test_the_parts_add_up_to_the_step(with_native: Shell, shallow_default: Path)
     assert report["weight_bytes"] == report["settings"]["memory"]["weights"] - vectors
 
 
+@pytest.mark.long  # 3 s; the other test has its figures
 @needs_native
 def test_a_table_has_every_part(with_native: Shell, shallow_default: Path) -> None:
     result = with_native(*PROFILE, *SMALL)

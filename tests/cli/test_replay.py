@@ -14,6 +14,7 @@ from quire.sched.journal.records import MAGIC, VERSION
 from quire.sched.journal.replay import read_journal
 from tests import children
 from tests.cli.commands import QUIRE, Shell
+from tests.tiers import long_only
 
 
 def test_a_recorded_scenario_is_replayed(quire: Shell, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_several_jobs_add_up(quire: Shell) -> None:
     assert sum(summary["events"].values()) > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *long_only([signal.SIGINT, signal.SIGTERM])])
 def test_jobs_do_not_outlive_the_check_that_started_them(number: int) -> None:
     command = [QUIRE, "check", "--steps", "1000000000", "--jobs", "2"]
     with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as check:

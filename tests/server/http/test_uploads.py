@@ -15,7 +15,6 @@ from tests.server.http_app import (
     first_response,
     received_until_closed,
     running_server,
-    status_of,
 )
 from tests.server.server_process import wait_until
 
@@ -57,9 +56,13 @@ def status_of_any(response: bytes) -> int:
 
 
 def test_an_upload_has_its_own_limit_and_needs_a_key(server: RunningServer) -> None:
-    assert status_of(server.send(of_length(2 * LARGE_BYTES + 1), b"x")) == 413
-    assert status_of(server.send(of_length(10).replace(AUTH_LINE, b""), b"x")) == 401
-    assert status_of_any(server.send(of_length(10).replace(b"/v1/echo", b"/v1/messages"), b"x" * 10)) == 415
+    """The server goes on reading for a while, so that the client sees the answer: it is not waited for."""
+    other = of_length(10).replace(b"/v1/echo", b"/v1/messages") + b"x" * 9
+    cases = ((413, of_length(2 * LARGE_BYTES + 1)), (401, of_length(10).replace(AUTH_LINE, b"")), (415, other))
+    for status, head in cases:
+        with server.connect() as connection:
+            connection.sendall(head + b"x")
+            assert status_of_any(connection.recv(4096)) == status
 
 
 def test_a_client_that_leaves_is_noticed(server: RunningServer) -> None:
