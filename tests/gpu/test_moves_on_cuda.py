@@ -5,7 +5,8 @@ import torch
 from quire.core.ids import Row
 from quire.core.step import AppendTokens, StepPlan
 from quire.models.interface import KvGeometry
-from quire.runner.kv_store import measure_transfer, new_store
+from quire.runner.kv_store import new_store
+from quire.runner.warmup import measure_transfer
 from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample, seat_of
 from tests.sim.runner_pairs import RunnerPair, after, assert_same, following
 

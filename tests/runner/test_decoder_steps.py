@@ -11,7 +11,8 @@ from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import new_store
-from quire.runner.model_runner import ModelRunner, time_steps
+from quire.runner.model_runner import ModelRunner
+from quire.runner.warmup import time_steps
 from tests.models.families import FAMILIES, build
 from tests.models.running import in_chunks, run
 from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample

@@ -7,7 +7,8 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.models.interface import KvGeometry
-from quire.runner.kv_store import KvStores, measure_transfer, new_store
+from quire.runner.kv_store import KvStores, new_store
+from quire.runner.warmup import measure_transfer
 from tests.runner.plans import DEVICE, HOST, moves
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=3, dtype=torch.float32)

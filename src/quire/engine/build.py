@@ -39,8 +39,9 @@ from quire.models.decoder import Decoder
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
-from quire.runner.kv_store import KvStores, measure_transfer
-from quire.runner.model_runner import ModelRunner, time_steps, warm_up
+from quire.runner.kv_store import KvStores
+from quire.runner.model_runner import ModelRunner
+from quire.runner.warmup import measure_transfer, time_steps, warm_up
 from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable
 from quire.sched.pacing import usual_itl_s

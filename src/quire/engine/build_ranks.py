@@ -22,8 +22,9 @@ from quire.engine.rank_processes import RankProcesses, read_sizes
 from quire.engine.startup import StartupReporter
 from quire.models.decoder import Decoder
 from quire.runner.graph_shapes import LaunchCounts
-from quire.runner.model_runner import ModelRunner, time_steps, warm_up
+from quire.runner.model_runner import ModelRunner
 from quire.runner.tensor_parallel import TensorParallelRunner
+from quire.runner.warmup import time_steps, warm_up
 
 _log = logging.getLogger(__name__)
 

@@ -3,25 +3,18 @@
 Executes moves between blocks; does not depend on their contents. On a CPU the host tier is a second buffer.
 """
 
-import time
 from collections.abc import Callable, Iterable
-from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.core.ids import BlockId
-from quire.core.moves import Move, MoveRun, Place, Tier, runs
+from quire.core.moves import Move, MoveRun, Tier, runs
 from quire.kernels.transfers import upload_integers
 from quire.models.interface import KvGeometry
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targets, each [blocks] int64
-
-# Blocks per copy and number of rounds when the transfer time is measured.
-_MEASURED_BLOCKS = 8
-_MEASURED_ROUNDS = 5
 
 
 class KvStores:
@@ -89,25 +82,3 @@ def new_store(
             f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
         ) from error
     return KvStores(store, host, copy_blocks)
-
-
-def measure_transfer(stores: KvStores, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to copy one block between device and host: the median of some copies out and back.
-
-    Call before the host tier holds anything. The contents of the device stay.
-    """
-    assert stores.host is not None, "there is no host tier to measure"
-    count = min(_MEASURED_BLOCKS, len(stores.device), len(stores.host))
-    here = [Place(Tier.DEVICE, BlockId(block)) for block in range(count)]
-    there = [Place(Tier.HOST, BlockId(block)) for block in range(count)]
-    out = [Move(src, dst) for src, dst in zip(here, there, strict=True)]
-    back = [Move(dst, src) for src, dst in zip(here, there, strict=True)]
-    seconds = []
-    for _ in range(_MEASURED_ROUNDS + 1):
-        begun = clock()
-        stores.carry(out)
-        stores.carry(back)
-        if stores.device.is_cuda:
-            torch.cuda.synchronize(stores.device.device)
-        seconds.append(clock() - begun)
-    return median(seconds[1:]) / (2 * count)  # the first round touches fresh pages

@@ -1,17 +1,13 @@
 """Executes step plans with a model: moves KV blocks, builds the batch, runs it, samples, advances the rows.
 
 One method, `launch`. Nothing between `launch` and `wait` synchronises with the device, so steps can be in flight
-(run-ahead). A step replays a CUDA graph where one holds it, and is launched eagerly otherwise. `warm_up` runs one
-small step at start, so that no request waits for compilation and weight packing.
+(run-ahead). A step replays a CUDA graph where one holds it, and is launched eagerly otherwise.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,26 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.fault_injection import FaultSite, trip_any
-from quire.core.ids import NULL_BLOCK, IntArray, Row
+from quire.core.ids import IntArray
 from quire.core.step import (
     Chunk,
     ChunkOutput,
     Drafts,
-    FinishedRow,
-    FinishReason,
     Masks,
-    PromptLogprobs,
-    StepLost,
     StepPlan,
-    StepResult,
 )
-from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import PADDING, DrawTokens, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload, upload_integers
 from quire.models.interface import Model
 from quire.runner.batch import (
     LogitsNeeded,
-    PooledRows,
     Pools,
     PromptScoring,
     build_batch,
@@ -52,17 +41,9 @@ from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRo
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
 from quire.runner.kv_store import KvStores
+from quire.runner.pending_step import PendingStep, Sampling, lost_without_memory
 from quire.runner.row_table import RowTable
-from quire.runner.verification import (
-    Choose,
-    PendingTokens,
-    SampledPasses,
-    SampledTokens,
-    draft_lines,
-    finish_reason,
-    sample_passes,
-    verified,
-)
+from quire.runner.verification import Choose, PendingTokens, SampledTokens, draft_lines, sample_passes
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
@@ -182,15 +163,15 @@ class ModelRunner:
         """Times of captured steps; None if too few are captured. Call between steps."""
         return None if self._graphs is None else self._graphs.step_times()
 
-    def launch(self, plan: StepPlan) -> "PendingStep":
+    def launch(self, plan: StepPlan) -> PendingStep:
         slow_s = self.launches.slow_s
-        with _lost_without_memory(plan.num_tokens):
+        with lost_without_memory(plan.num_tokens):
             pending = self._launch(plan)
         self.launches.note_step(plan.step, slow_s)
         return pending
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> "PendingStep":
+    def _launch(self, plan: StepPlan) -> PendingStep:
         self._stores.carry(plan.moves)
         self._follow(plan)
         decoding = self._rows.apply(plan)
@@ -251,13 +232,13 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.note_eager(step)
 
-    def _choose(self, plan: StepPlan, choose: Choose, drafted: Drafted | None = None) -> "Sampling":
+    def _choose(self, plan: StepPlan, choose: Choose, drafted: Drafted | None = None) -> Sampling:
         """Sample now, or when the masks come, which is before the next forward pass."""
         if not plan.masked:
             return choose(None)
         return PendingTokens(choose, plan.num_tokens, {} if drafted is None else drafted.of_rows(plan.masked))
 
-    def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> "Sampling | None":
+    def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> Sampling | None:
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
         decoder = self._model.row_decoder
         if decoder is None or plan.chunks or plan.num_padding or not len(decoding):
@@ -283,7 +264,7 @@ class ModelRunner:
             self._drafting.append(rows[emitted], outcome[0].numpy()[emitted])
         return SampledTokens(rows, HostCopy(outcome), scores)
 
-    def _replay(self, plan: StepPlan, decoding: IntArray) -> "Sampling | None":
+    def _replay(self, plan: StepPlan, decoding: IntArray) -> Sampling | None:
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""
         if self._graphs is None:
             return None
@@ -480,16 +461,6 @@ class ModelRunner:
         ]
 
 
-@contextmanager
-def _lost_without_memory(num_tokens: int) -> Iterator[None]:
-    """A step for which the device has no memory is lost."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()  # defragments the allocator
-        raise StepLost(f"no memory for a step of {num_tokens} tokens: {error}", too_large=True) from error
-
-
 class LogitsBuffer(NamedTuple):
     """Where a captured model leaves its logits for sampling. The tensors stay in place."""
 
@@ -507,93 +478,3 @@ class LogitsBuffer(NamedTuple):
 
     def first(self, count: int) -> "LogitsBuffer":
         return LogitsBuffer(*(each[:count] for each in self))
-
-
-Sampling = SampledTokens | SampledPasses | VerifiedRows | PendingTokens
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A launched step. Its outcome stays on the device until `wait`."""
-
-    step: int
-    sampled: Sampling | None = None
-    candidates: RowCandidates | None = None
-    prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
-    pooled: PooledRows | None = None
-    drafts: Drafts = field(default_factory=Drafts)
-
-    @property
-    def drafted(self) -> dict[Row, IntArray]:
-        return self.sampled.drafted if isinstance(self.sampled, PendingTokens) else {}
-
-    @torch.inference_mode()
-    def sample(self, masks: Masks) -> None:
-        assert isinstance(self.sampled, PendingTokens), "a step without masked rows is sampled when it is launched"
-        with _lost_without_memory(self.sampled.num_tokens):
-            self.sampled = self.sampled.choose(masks)
-
-    def wait(self) -> StepResult:
-        assert not isinstance(self.sampled, PendingTokens), f"step {self.step} waits for its masks"
-        result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
-        if len(self.drafts):
-            drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses | VerifiedRows) else None
-            result = replace(result, verified=verified(self.drafts, drafted, result))
-        if self.candidates is not None:
-            found = self.candidates.wait()
-            failed = tuple(FinishedRow(row, FinishReason.ERROR) for row, best in found.items() if best is None)
-            likeliest = {row: best for row, best in found.items() if best is not None}
-            result = replace(result, ended=result.ended + failed, candidates=likeliest)
-        if self.prompt_scores:
-            prompt_logprobs = []
-            for part, pieces in self.prompt_scores:
-                scores = [score for piece in pieces for score in piece.wait([piece.num_top] * len(piece.packed))]
-                prompt_logprobs.append(PromptLogprobs(part.chunk.row, part.chunk.start + 1, tuple(scores)))
-            result = replace(result, prompt_logprobs=tuple(prompt_logprobs))
-        if self.pooled is not None:
-            sums = self.pooled.wait()
-            over = tuple(FinishedRow(row, finish_reason(total is not None, stop=True)) for row, total in sums.items())
-            whole = {row: total for row, total in sums.items() if total is not None}
-            result = replace(result, ended=result.ended + over, pooled=whole)
-        return result
-
-
-_TIMED_CHUNK = 32  # tokens: enough that a step waits for arithmetic, not for memory
-
-
-@torch.inference_mode()
-def warm_up(model: Model, stores: KvStores) -> None:
-    """Run a chunk of two tokens and a decode, in the null block, which is never read."""
-    _run_padding(model, stores, 2, 1)
-
-
-@torch.inference_mode()
-def time_steps(model: Model, stores: KvStores, clock: Callable[[], float]) -> StepTimes:
-    """Times of a decode and of a chunk, on a device that computes a step before it returns. Call after `warm_up`."""
-
-    def seconds(length: int) -> float:
-        began_s = clock()
-        _run_padding(model, stores, length)
-        return clock() - began_s
-
-    # The shorter time: the first step of a kind may allocate, and other programs may interfere.
-    decode_s, chunk_s = (min(seconds(length), seconds(length)) for length in (1, _TIMED_CHUNK))
-    return StepTimes(decode_s, chunk_s / _TIMED_CHUNK)
-
-
-def _run_padding(model: Model, stores: KvStores, *lengths: int) -> None:
-    """A step with a chunk of each length, in the null block."""
-    kv, counts = stores.device, torch.tensor(lengths)
-    device = kv.device
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths]) % stores.block_size
-    width = max(2, -(-max(lengths) // stores.block_size))
-    layout = StepLayout(
-        positions=positions,
-        slots=positions + NULL_BLOCK * stores.block_size,
-        tables=torch.full((len(lengths), width), NULL_BLOCK, dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-        context_lengths=counts.int().to(device),
-        max_lengths=counts.repeat_interleave(counts).to(device),
-    )
-    hidden = model.forward(torch.zeros(len(positions), dtype=torch.int64, device=device), layout, kv)
-    model.logits(hidden[-len(lengths) :])
