@@ -6,21 +6,10 @@ from typing import get_type_hints
 
 import pytest
 
-from quire.config import (
-    GIB,
-    OVERCOMMITS,
-    REGIMES,
-    EngineConfig,
-    MachineInfo,
-    SettingsDict,
-    check_names,
-    resolve,
-    resolve_dtype,
-    setting_of,
-    shows_settings,
-)
+from quire.config import OVERCOMMITS, REGIMES, EngineConfig, SettingsDict, check_names, setting_of, shows_settings
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
+from quire.engine.resolved_config import GIB, MachineInfo, resolve, resolve_dtype
 from quire.sched import policy
 from quire.sched.reservation import Overcommit
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import EngineConfig, MachineInfo, resolve
+from quire.config import EngineConfig
 from quire.engine.build import build
 from quire.engine.build_scheduler import first_costs, make_scheduler
+from quire.engine.resolved_config import MachineInfo, resolve
 from quire.runner.cuda_graphs import StepTimes
 from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable, StepShape

@@ -14,9 +14,10 @@ from rich.text import Text
 from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import models_folder, present
 from quire.cli.console import out, size
-from quire.config import EngineConfig, resolve_dtype
+from quire.config import EngineConfig
 from quire.engine.build_runner import DTYPES
 from quire.engine.machine import cpu_features, inspect, pick_device
+from quire.engine.resolved_config import resolve_dtype
 from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.cpu.native_build import compiler
 from quire.kernels.cpu.native_library import faster_variants, load_native, why_not_native

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import GIB, EngineConfig, MachineInfo, ResolvedConfig, resolve
+from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
@@ -30,6 +30,7 @@ from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.resolved_config import GIB, MachineInfo, ResolvedConfig, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
 from quire.formats.checkpoint import Checkpoint

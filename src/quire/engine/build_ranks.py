@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.config import EngineConfig, MachineInfo, ResolvedConfig
+from quire.config import EngineConfig
 from quire.core.sharding import Shard
 from quire.core.worker_process import receive_frame, send_frame
 from quire.dist.process_group import ProcessGroup, new_rendezvous
@@ -19,6 +19,7 @@ from quire.engine.build_runner import DTYPES, allocate_weights, choose_kernels, 
 from quire.engine.machine import inspect, num_cores
 from quire.engine.open_model import find_checkpoint, on_gpus_refused
 from quire.engine.rank_processes import RankProcesses, read_sizes
+from quire.engine.resolved_config import MachineInfo, ResolvedConfig
 from quire.engine.startup import StartupReporter
 from quire.models.decoder import Decoder
 from quire.runner.graph_shapes import LaunchCounts

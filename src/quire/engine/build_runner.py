@@ -2,11 +2,12 @@
 
 import torch
 
-from quire.config import GIB, EngineConfig, ResolvedConfig, resolve_dtype
+from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.sharding import WHOLE, Shard
 from quire.engine.machine import inspect
+from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds

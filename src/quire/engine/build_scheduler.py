@@ -10,10 +10,11 @@ import importlib.util
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.config import EngineConfig, ResolvedConfig
+from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
+from quire.engine.resolved_config import ResolvedConfig
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kv.manager import KVManager, count_blocks
 from quire.runner.graph_shapes import MAX_QUERIES, MAX_VERIFIED, prompt_sizes, rows_beside

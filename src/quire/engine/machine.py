@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from quire.config import MachineInfo
 from quire.core.errors import ConfigError
+from quire.engine.resolved_config import MachineInfo
 from quire.kernels.cpu.native_build import cpu_flags
 from quire.kernels.cpu.native_library import load_native
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from quire.catalog.locate import locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report, ignore
-from quire.config import EngineConfig, check_length
+from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound
 from quire.core.model import ModelSpec
 from quire.core.sampling import SamplingParams
 from quire.core.sharding import check_divisible
+from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from quire.config import EngineConfig, ResolvedConfig
+from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, RankFailed
 from quire.core.process import signals_held
 from quire.core.sharding import Shard
 from quire.core.worker_process import receive_frame, send_frame
+from quire.engine.resolved_config import ResolvedConfig
 
 HEARTBEAT_S = 0.5
 STALLED_S = 10.0  # without a heartbeat of a rank that was ready

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from quire.config import EngineConfig, MachineInfo, resolve
+from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, NoTokenizer
 from quire.core.ids import IntArray
 from quire.engine.build_scheduler import make_grammars, make_scheduler, make_validator
 from quire.engine.engine import Engine
 from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.resolved_config import MachineInfo, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.sched.cost_model import UNMEASURED, CostTable
