@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from types import FrameType
+from typing import Unpack
 
 from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.messages import DEFAULT_OPTIONS, RequestOptions
+from quire.engine.messages import SubmitOptions
 from quire.engine.output_processor import OutputProcessor, Prompt
 from quire.engine.outputs import Delta
 from quire.engine.request_state import RequestState
@@ -33,18 +34,10 @@ class LocalClient:
         self._engine = engine
         self._processor = OutputProcessor(tokenizer, engine.clock)
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        streaming: bool = False,
-        pooled: bool = False,
-    ) -> RequestState:
-        """Queue a prompt, pooled if it is to become an embedding. A `QuireError` means that nothing happened."""
+    def submit(self, prompt: Prompt, params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestState:
+        """Queue a prompt. A `QuireError` means that nothing happened."""
         with self.lock:
-            state = self._processor.open(prompt, params, options=options, streaming=streaming, pooled=pooled)
+            state = self._processor.open(prompt, params, **keywords)
             try:
                 accepted = self._engine.submit(state.request)
             except BaseException:

@@ -72,6 +72,15 @@ def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> Requ
     return RequestOptions(**given)
 
 
+class SubmitOptions(TypedDict, total=False):
+    """What a client of an engine may say of a request beside its prompt and its sampling parameters."""
+
+    options: RequestOptions
+    streaming: bool  # its output is read as it is generated
+    pooled: bool  # its output is the prompt's embedding
+    without_tokens: bool  # its output is the prompt's scores
+
+
 # Front to engine.
 
 

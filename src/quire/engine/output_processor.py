@@ -65,7 +65,7 @@ class OutputProcessor:
         without_tokens: bool = False,
     ) -> RequestState:
         """Start a request for a prompt: text, token ids, or {"prompt_token_ids": ids}. Its `request` is to be sent to
-        the engine. `pooled`: its output is an embedding. `without_tokens`: its output is the prompt's scores."""
+        the engine. The keywords are those of `SubmitOptions`."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"

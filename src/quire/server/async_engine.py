@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireError
 from quire.core.sampling import SamplingParams
@@ -29,6 +29,7 @@ from quire.engine.messages import (
     Refused,
     RequestOptions,
     StopSequence,
+    SubmitOptions,
 )
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import Delta, RequestOutput, failure_of
@@ -310,29 +311,18 @@ class AsyncEngine:
 
     # Requests come and go.
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        streaming: bool = False,
-        pooled: bool = False,
-        without_tokens: bool = False,
-    ) -> RequestStream:
-        """Submit a request. The caller must `close` the stream, however it ends. `pooled`: its output is the prompt's
-        embedding. `without_tokens`: only the scores of the prompt are wanted."""
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestStream:
+        """Submit a request. The caller must `close` the stream, however it ends."""
         if self.draining:
             raise Draining()
         if self._process is None:
             raise EngineRestarting("The engine is being started; try again in a moment.")
         context = CURRENT_CONTEXT.get()
-        options = options_for(context, options)
+        keywords["options"] = options_for(context, keywords.get("options", DEFAULT_OPTIONS))
         with self._lock:
-            state = self._processor.open(
-                prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
-            )
+            state = self._processor.open(prompt, params, **keywords)
         context_of_stream = None if state.request.prompt_alone else context
+        streaming = keywords.get("streaming", False)
         stream = RequestStream(state, context_of_stream, self._close, streaming=streaming)
         stream.unread = self._unread
         if context is not None:

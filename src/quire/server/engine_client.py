@@ -1,11 +1,11 @@
 """What the rest of the server needs of an engine and of its supervisor: one engine, or the replicas of one model."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.messages import DEFAULT_OPTIONS, RequestOptions
+from quire.engine.messages import SubmitOptions
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.server.async_engine import RequestStream
 from quire.server.engine_supervisor import Health
@@ -29,14 +29,7 @@ class EngineClient(Protocol):
     def num_requests(self) -> int: ...
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        streaming: bool = False,
-        pooled: bool = False,
-        without_tokens: bool = False,
+        self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]
     ) -> RequestStream: ...
 
     def abort(self, number: int) -> bool: ...

@@ -10,14 +10,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import msgspec
 import numpy as np
 
 from quire.core.errors import Draining, QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.messages import DEFAULT_OPTIONS, RequestOptions
+from quire.engine.messages import DEFAULT_OPTIONS, SubmitOptions
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.server.async_engine import AsyncEngine, EngineRestarting, RequestStream, options_for
 from quire.server.engine_supervisor import Health, Supervisor
@@ -117,24 +117,14 @@ class ReplicatedEngine:
             for name in COUNTERS:
                 self._earlier[name] += getattr(stats, name)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        streaming: bool = False,
-        pooled: bool = False,
-        without_tokens: bool = False,
-    ) -> RequestStream:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestStream:
         """Submit a request to the replica where its prompt costs least."""
         loads = self._loads()
-        hashes = prefix_hashes(options_for(CURRENT_CONTEXT.get(), options).partition, prompt)
+        options = options_for(CURRENT_CONTEXT.get(), keywords.get("options", DEFAULT_OPTIONS))
+        hashes = prefix_hashes(options.partition, prompt)
         rank = self._router.choose(loads, hashes)
         engine = self._engines[rank]
-        stream = engine.submit(
-            prompt, params, options=options, streaming=streaming, pooled=pooled, without_tokens=without_tokens
-        )
+        stream = engine.submit(prompt, params, **keywords)
         if engine.info is not None:
             self._router.limit(rank, engine.info.num_blocks * engine.info.block_size)
         self._router.note(rank, hashes)
