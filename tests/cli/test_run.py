@@ -33,6 +33,8 @@ def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) ->
     lines = result.stderr.splitlines()
     phases = ["config", "kernels", "weights", "kv", "warm-up", "steps", "memory"]
     assert [line.split()[0] for line in lines] == ["quire", *phases, "3"], "none wrapped"
+    details = [line.split(" s   ")[1] for line in lines[1:-1]]
+    assert len(set(details)) == len(details), "each phase says something of its own"
     assert "tok/s" in lines[-1]
 
 

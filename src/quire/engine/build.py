@@ -164,7 +164,7 @@ def build(
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
     warm_up(model, stores)
-    reporter.done("warm-up", choice.reason)
+    reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     step_times = _step_times(model, stores, runner, choice, reporter)
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
