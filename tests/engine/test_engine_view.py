@@ -1,10 +1,13 @@
 """The state behind the page /engine: what each row did in each step, whose blocks they are, who waits."""
 
+import gc
 import json
 from collections.abc import Callable
 
+from quire.core.ids import RequestId
+from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import SamplingParams
-from quire.engine.engine import Engine
+from quire.engine.engine import MAX_REMEMBERED, Engine
 from quire.engine.engine_view import MAX_CELLS, MAX_STEPS, WATCHED_S, EngineView
 from quire.engine.messages import AddRequest, RequestOptions
 from quire.engine.request_validator import RequestValidator
@@ -154,3 +157,20 @@ def test_the_prefix_tree_has_its_hits() -> None:
     assert sum(blocks for _, blocks, _, _ in tree) == view["num_cached"]
     assert sum(hits for _, _, hits, _ in tree) == 2, "the second and the third of one prompt"
     assert tree[0][2] or any(hits for parent, _, hits, _ in tree if parent == 0), "the one with hits is first"
+
+
+def test_finished_requests_are_freed_without_a_garbage_collection() -> None:
+    """A full collection of a served engine may be an hour away: what waits for one looks like a leak."""
+    watched = Watched(max_rows=8)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(2 * MAX_REMEMBERED):
+            watched.submit(number, 3, max_tokens=2)
+            watched.step()
+        held = [each for each in gc.get_objects() if isinstance(each, RequestGroup | Sequence)]
+    finally:
+        gc.enable()
+    num_open = watched.engine.scheduler.num_running + watched.engine.scheduler.num_waiting
+    assert len(held) <= 2 * (MAX_REMEMBERED + num_open + 1)
+    assert watched.engine.explain(RequestId(2 * MAX_REMEMBERED - 5)).ending is not None, "the latest are kept"

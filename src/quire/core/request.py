@@ -175,6 +175,12 @@ class RequestGroup:
     def finished(self) -> bool:
         return None not in [sequence.finish_reason for sequence in self.sequences]
 
+    def forget_sequences(self) -> None:
+        """It is finished and nothing refers to it any more. Group and sequences refer to each other: apart, they are
+        freed now, and not by a full collection, which may be an hour away (`core/process.py`)."""
+        assert self.finished, self
+        self.sequences = ()
+
     def note(self, event: RequestEvent) -> None:
         """Record an event; a wait only when its cause changes."""
         if event.what is EventKind.WAITED and self.waits_for is event.cause:

@@ -103,7 +103,8 @@ class Engine:
             self.grammars.begin(group, matchers)
         self._groups[request.id] = group
         if len(self._groups) > MAX_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
-            del self._groups[next(name for name in self._groups if self.scheduler.group(name) is None)]
+            oldest = next(name for name in self._groups if self.scheduler.group(name) is None)
+            self._groups.pop(oldest).forget_sequences()
         return Accepted(message.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
