@@ -52,6 +52,8 @@ MISTAKES = {
     "run smollm3 hi --load-format dummy": "smollm3",
     "run hi --temperature 9": "temperature must be a number from 0 to 2",
     "run hi --temp 1": "There is no --temp here: use --temperature.",
+    "serve --record /nowhere/journal": "--record /nowhere/journal: there is no folder /nowhere; create it first.",
+    "serve --record EMPTY": "is a folder; name a file in it, such as",
     "run hi -n 5": "There is no -n here: use --max-tokens.",
     "serve -ngl 99": "There is no -ngl here: all layers run on one device",
     "serve -c 4096": "There is no -c here: use --max-model-len.",

@@ -1,10 +1,13 @@
 """A journal reproduces every decision of any scenario, takes tens of bytes per step, and detects corruption."""
 
+import errno
 import io
+import os
 import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from quire.core.ids import RequestId, Row
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.core.step import StepPlan
-from quire.sched.journal.recorder import JournaledScheduler, checksum
+from quire.sched.journal.recorder import MAX_JOURNALS, JournaledScheduler, checksum, create_journal
 from quire.sched.journal.records import MAGIC
 from quire.sched.journal.replay import Condition, ReplayReport, replay
 from quire.sched.loop import Loop
@@ -118,6 +121,81 @@ def test_a_step_takes_tens_of_bytes_whatever_the_number_of_rows(tmp_path: Path) 
         assert report.difference is None and report.steps >= 160
         sizes.append(report.bytes_per_step)
     assert sizes[0] < 40 and sizes[1] < sizes[0] + 4, "only rows that end are encoded one by one"
+
+
+class SmallDisk(io.BytesIO):
+    """Full after some bytes; what fits is kept."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._left = num_bytes
+        self.kept = b""
+
+    def write(self, data: Any) -> int:
+        fits = bytes(data)[: self._left]
+        self.kept += fits
+        self._left -= len(fits)
+        if len(fits) < len(bytes(data)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(fits)
+
+
+def run_recorded(file: BinaryIO, max_bytes: int | None = None) -> JournaledScheduler:
+    """Requests one after another in three rows; what each of them emits is checked."""
+    scheduler = JournaledScheduler(SchedulerSpec(400, 4, 3, 16), file, max_bytes=max_bytes)
+    loop = Loop(scheduler, ToyRunner(50_000), 1, lambda: 0.25)
+    for number in range(40):
+        prompt = np.array([number, 5, 7], np.int32)
+        scheduler.add(Request(RequestId(number), prompt, 20, RowSampling()), 0.125)
+    ended = 0
+    while not scheduler.idle:
+        output = loop.step()
+        ended += 0 if output is None else len(output.finished)
+    assert ended == 40, "the scheduler goes on, whatever becomes of its journal"
+    scheduler.journal.close()
+    return scheduler
+
+
+def test_a_journal_ends_whole_at_its_limit_and_the_scheduler_goes_on(tmp_path: Path) -> None:
+    whole, limited = tmp_path / "whole", tmp_path / "limited"
+    run_recorded(whole.open("wb"))
+    run_recorded(limited.open("wb"), max_bytes=4000)
+    report, all_steps = replay(limited), replay(whole).steps
+    assert report.difference is None and report.condition is Condition.COMPLETE
+    assert 0 < report.steps < all_steps and 4000 <= limited.stat().st_size < 5000 < whole.stat().st_size
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 3000, 3001, 3002, 3050])
+def test_a_full_disk_ends_the_journal_and_not_the_scheduler(
+    tmp_path: Path, num_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SmallDisk(num_bytes)
+    run_recorded(disk)
+    assert [record.message for record in caplog.records if "No space left on device" in record.message]
+    (tmp_path / "journal").write_bytes(disk.kept)
+    if num_bytes >= 3000:
+        report = replay(tmp_path / "journal")
+        assert report.difference is None and report.condition is Condition.CUT_OFF and report.steps > 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_device_that_is_full_does_not_raise_when_it_is_flushed_or_closed() -> None:
+    full = Path("/dev/full")
+    run_recorded(full.open("wb"))
+
+
+def test_a_new_journal_has_a_name_of_its_own_and_is_private(tmp_path: Path) -> None:
+    made = []
+    for _ in range(MAX_JOURNALS):
+        made.append(create_journal(tmp_path / "day.journal"))
+        made[-1].file.close()
+    names = ["day.journal", *(f"day.journal.{number}" for number in range(1, MAX_JOURNALS))]
+    assert [each.path.name for each in made] == names
+    assert {each.path.stat().st_mode & 0o777 for each in made} == {0o600}
+    with pytest.raises(ConfigError, match=r"There are 8 journals already, day.journal to day.journal.7; move them"):
+        create_journal(tmp_path / "day.journal")
+    with pytest.raises(ConfigError, match=r"nowhere/journal cannot be written: No such file or directory\."):
+        create_journal(tmp_path / "nowhere" / "journal")
 
 
 def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.sched.journal.records import MAGIC
+from quire.sched.journal.recorder import MAX_JOURNALS
+from quire.sched.journal.records import MAGIC, ArrivalRecord
 from quire.sched.journal.replay import Condition, Replayer, read_journal
 from quire.server.replay_view import ReplayControl, ReplayPlayer, replay_app
 from quire.sim.check.check import CheckReport, numpy_oracle, run_trial
+from tests.server.scripted_servers import check_control, completion_body, scripted_here
 
 SEED = 427  # a scenario with preemptions
 
@@ -175,3 +177,24 @@ def test_a_wrong_control_is_a_sentence(journal: Path) -> None:
         assert (await client.get("/engine/state?since=x")).status_code == 400
 
     ask(journal, work)
+
+
+def test_a_server_records_what_the_page_replays(tmp_path: Path) -> None:
+    path = tmp_path / "server.journal"
+    with scripted_here(tmp_path, "--record", str(path)) as server, server.client() as client:
+        for text in ("hi", "endless", "boom"):  # the last one fails alone
+            client.post("/v1/completions", json=completion_body(text, max_tokens=30))
+    contents = read_journal(path)
+    assert contents.condition is Condition.COMPLETE and contents.num_absorbed > 30
+    watched = Watched(path)
+    state = watched.at(contents.num_absorbed)
+    assert watched.player.notice() == "" and state["step"] == contents.num_absorbed - 1
+    assert sum(isinstance(record, ArrivalRecord) for record in contents.records) == 3
+
+
+def test_an_engine_without_a_place_for_its_journal_serves(tmp_path: Path) -> None:
+    for name in ("j", *(f"j.{number}" for number in range(1, MAX_JOURNALS))):
+        (tmp_path / name).touch()
+    with scripted_here(tmp_path, "--record", str(tmp_path / "j")) as server, server.client() as client:
+        check_control(client)
+    assert (tmp_path / "j").stat().st_size == 0

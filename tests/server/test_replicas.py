@@ -194,6 +194,6 @@ def test_a_server_with_replicas_keeps_conversations_and_balances(tmp_path: Path,
 
 
 def test_replicas_are_of_one_model() -> None:
-    given = {"aliases": (), "otlp_endpoint": None, "kv_events": None, "replicas": 2}
+    given = {"aliases": (), "otlp_endpoint": None, "kv_events": None, "record": None, "replicas": 2}
     with pytest.raises(ConfigError, match="--replicas is for one model"):
         check_several(None, given, [ModelTable("a", {}, False, {})])

@@ -5,6 +5,7 @@ Options of the engine are made from the declarations in `EngineConfig`.
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, fields
 from pathlib import Path
@@ -172,6 +173,9 @@ _SERVING = (
     click.option("--kv-events-config", "kv_events", metavar="JSON",
                  help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
                  '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),
+    click.option("--record", metavar="FILE",
+                 help="Record every decision of the scheduler in this file, for quire replay; up to 256 MiB. It holds "
+                 "the tokens of all prompts and answers."),
     click.option("--otlp-endpoint", metavar="URL",
                  help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
@@ -372,6 +376,19 @@ def check_kv_events(text: str | None) -> None:
 
     if read_kv_events(text) is not None:
         check_packages("--kv-events-config", "events", "zmq")
+
+
+def check_record(text: str | None) -> None:
+    """Refuse a place where no journal can be written, before a model is loaded."""
+    if text is None:
+        return
+    folder = Path(text).absolute().parent
+    if Path(text).is_dir():
+        raise ConfigError(f"--record {text} is a folder; name a file in it, such as {text}/journal.", param="record")
+    if not folder.is_dir():
+        raise ConfigError(f"--record {text}: there is no folder {folder}; create it first.", param="record")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--record {text}: the folder {folder} may not be written to.", param="record")
 
 
 def _is_installed(name: str) -> bool:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
 from quire.cli.console import progress_bars
-from quire.cli.options import check_kv_events, check_serving, check_tracing, engine_config
+from quire.cli.options import check_kv_events, check_record, check_serving, check_tracing, engine_config
 from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
@@ -77,6 +77,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
     _check_host(host, keyed=access.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
     check_kv_events(given["kv_events"])
+    check_record(given["record"])
     check_several(model, given, tables)
     for options in [table.given for table in tables] or [{**given, "model": model}]:
         engine_config(options["model"], options)
@@ -169,6 +170,7 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         max_waiting_tokens=given["max_waiting_tokens"],
         kv_events=read_kv_events(given.get("kv_events")),
         replicas=given.get("replicas") or 1,
+        journal=None if given.get("record") is None else str(Path(given["record"]).absolute()),
     )
 
 

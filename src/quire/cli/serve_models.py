@@ -49,6 +49,8 @@ def check_several(model: str | None, given: Mapping[str, Any], tables: Sequence[
         raise ConfigError("--replicas is for one model, not several; omit it.", param="replicas")
     if given["kv_events"] is not None:
         raise ConfigError("--kv-events-config is for one model, not several; omit it.", param="kv_events")
+    if given["record"] is not None:
+        raise ConfigError("--record is for one model, not several; omit it.", param="record")
 
 
 def serve_several(

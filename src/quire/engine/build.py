@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
@@ -124,11 +124,12 @@ def build(
     serving: bool = False,
     opened: OpenedModel | None = None,
     planted_drafts: bool = False,
+    journal: BinaryIO | None = None,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
-    A benchmark may put an observer around the runner, and plant the acceptance of drafts. With `serving`, prefill is
-    limited by the ITL target; offline, prompts are computed as fast as possible. `opened`: the model, if found before.
+    A benchmark may observe the runner, and plant the acceptance of drafts. With `serving`, prefill is limited by the
+    ITL target. `opened`: the model, if found before; `journal`: where the calls of the scheduler are recorded.
     """
     reporter = reporter or StartupReporter()
     if config.threads is not None:
@@ -167,14 +168,12 @@ def build(
     reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     step_times = _step_times(model, stores, runner, choice, reporter)
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
-    scheduler = _scheduler(config, resolved, costs, step_times, machine, serving)
+    scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
     reporter.done("memory", memory.describe(resolved.tensor_parallel_size))
-    client = LocalClient(engine, tokenizer)
-    return BuiltEngine(
-        name, engine, client, tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention
-    )
+    facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
+    return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
 
 
 def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:
@@ -244,16 +243,18 @@ def _scheduler(
     step_times: StepTimes | None,
     machine: MachineInfo,
     serving: bool,
+    journal: BinaryIO | None,
 ) -> Scheduler:
     """A server has latency targets where steps were timed, and on a CPU limited step times. With CUDA graphs the
     scheduler gets the captured sizes."""
     itl_s = usual_itl_s(step_times.decode_s) if serving and step_times is not None else None
     if machine.device == "cpu":
-        return make_scheduler(config, resolved, costs, itl_s, max_step_s=MAX_STEP_S if serving else None)
+        longest_s = MAX_STEP_S if serving else None
+        return make_scheduler(config, resolved, costs, itl_s, max_step_s=longest_s, journal=journal)
     if step_times is None:  # no captured graphs, which verify drafts
-        return make_scheduler(config, replace(resolved, drafters=()), costs)
+        return make_scheduler(config, replace(resolved, drafters=()), costs, journal=journal)
     sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return make_scheduler(config, resolved, costs, itl_s, sizes)
+    return make_scheduler(config, resolved, costs, itl_s, sizes, journal=journal)
 
 
 def _engine(

@@ -8,7 +8,7 @@ copying a block to the host and back takes is measured by `measure_transfer`.
 
 import importlib.util
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
@@ -16,11 +16,12 @@ from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
 from quire.engine.resolved_config import ResolvedConfig
 from quire.kernels.cpu.usable_cores import usable_cores
-from quire.kv.manager import KVManager, count_blocks
+from quire.kv.manager import count_blocks
 from quire.runner.graph_shapes import MAX_QUERIES, MAX_VERIFIED, prompt_sizes, rows_beside
 from quire.sched.cost_model import Constants, CostTable, roofline
+from quire.sched.journal.recorder import MAX_JOURNAL_BYTES, JournaledScheduler
 from quire.sched.pacing import PER_DECODE, TTFT_PER_ITL
-from quire.sched.policy import REGIMES, CapturedSizes, Policy
+from quire.sched.policy import REGIMES, CapturedSizes, Policy, SchedulerSpec
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
@@ -148,8 +149,9 @@ def make_scheduler(
     usual_itl_s: float | None = None,
     captured_sizes: tuple[CapturedSizes, ...] = (),
     max_step_s: float | None = None,
+    journal: BinaryIO | None = None,
 ) -> Scheduler:
-    """`usual_itl_s`: the ITL target of a server, where the settings name none."""
+    """`usual_itl_s`: the ITL target of a server, where the settings name none. `journal`: where to record its calls."""
     regime = REGIMES[resolved.regime]
     said_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     itl_s = usual_itl_s if said_s is None else said_s
@@ -166,21 +168,28 @@ def make_scheduler(
         order=OrderPolicy(weights=config.tenant_weights),
         speculation=_speculation(resolved.drafters, captured=bool(captured_sizes)),
     )
-    kv = KVManager(
-        resolved.num_blocks,
-        resolved.block_size,
-        resolved.max_num_seqs,
-        prefix=regime.prefix,
-        num_host_blocks=resolved.num_host_blocks,
-        resident_limit=resolved.resident_limit,
-        worth_keeping=lambda start, stop: costs.cheaper_to_swap(
-            start, stop, count_blocks(stop - start, resolved.block_size)
-        ),
-    )
-    return Scheduler(
-        kv,
+    spec = SchedulerSpec(
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
         max_rows=resolved.max_num_seqs,
         max_step_tokens=resolved.max_num_batched_tokens,
+        num_host_blocks=resolved.num_host_blocks,
+        policy=policy,
+        constants=costs.constants,
+        largest_chunk=costs.largest_chunk,
+        seconds_per_block=costs.seconds_per_block,
+        resident_limit=resolved.resident_limit,
+    )
+
+    def worth_keeping(start: int, stop: int) -> bool:
+        return costs.cheaper_to_swap(start, stop, count_blocks(stop - start, resolved.block_size))
+
+    if journal is not None:
+        return JournaledScheduler(spec, journal, worth_keeping, costs, MAX_JOURNAL_BYTES)
+    return Scheduler(
+        spec.kv(worth_keeping),
+        max_rows=spec.max_rows,
+        max_step_tokens=spec.max_step_tokens,
         policy=policy,
         cost=costs,
     )

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from quire.core.errors import ConfigError, QuireError
 from quire.core.process import die_with_parent, freeze_heap, gc_frozen_imports, leave_signals_to_parent
@@ -22,6 +22,7 @@ from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
 from quire.kv.block_events import BlockEventLog
+from quire.sched.journal.recorder import MAX_JOURNAL_BYTES, create_journal
 
 if TYPE_CHECKING:
     from quire.engine.kv_event_publisher import KvEventPublisher
@@ -64,15 +65,28 @@ def _send(connection: socket.socket, message: Message) -> None:
 
 def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, EngineInfo]:
     """Lazy imports: torch takes seconds, and the scripted engine does not need it."""
+    journal = None if start.journal is None else _journal(Path(start.journal), reporter)
     if start.script is not None:
         from quire.engine.scripted_engine import build_scripted
 
-        return build_scripted(start.config, Path(start.script), reporter)
+        return build_scripted(start.config, Path(start.script), reporter, journal)
     with gc_frozen_imports():
         from quire.engine.build import build
 
-    built = build(start.config, reporter, serving=start.serving)
+    built = build(start.config, reporter, serving=start.serving, journal=journal)
     return built.engine, built.info
+
+
+def _journal(path: Path, reporter: StartupReporter) -> BinaryIO | None:
+    """None if it cannot be written: an engine that is started again serves its clients all the same."""
+    try:
+        created = create_journal(path)
+    except ConfigError as error:
+        reporter.done("journal", f"none: {error.message}")
+        return None
+    limit = f"at most {MAX_JOURNAL_BYTES >> 20} MiB"
+    reporter.done("journal", f"{created.path} · token ids of all prompts and answers, {limit}")
+    return created.file
 
 
 def _publisher(config: KvEventsConfig, engine: Engine) -> "KvEventPublisher":

@@ -25,6 +25,7 @@ from quire.engine.messages import AbortRequest, AddRequest, Heartbeat, Query, Qu
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 from quire.kv.block_events import BlockEvent
+from quire.sched.journal.recorder import JournaledScheduler
 
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
@@ -93,6 +94,8 @@ class EngineServer:
             beating.join(HEARTBEAT_S)
             if self._publisher is not None:
                 self._publisher.close()
+            if isinstance(self._engine.scheduler, JournaledScheduler):
+                self._engine.scheduler.journal.close()
 
     def _publish_events(self, publisher: EventPublisher) -> None:
         tree = self._engine.scheduler.kv.tree

@@ -91,6 +91,7 @@ class StartEngine(NamedTuple):
     script: str | None  # the path of a scripted model's lines, instead of a model
     serving: bool = True  # False: offline, no client waits for its next token
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
+    journal: str | None = None  # the path of a journal to be recorded
 
 
 @dataclass(frozen=True, slots=True)

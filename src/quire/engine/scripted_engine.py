@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -38,7 +39,9 @@ class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms: float | None = None
 
 
-def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
+def build_scripted(
+    config: EngineConfig, path: Path, watch: StartupReporter, journal: BinaryIO | None = None
+) -> tuple[Engine, EngineInfo]:
     """The engine, with the tokenizer, template and context of the model that was named."""
     opened = open_model(config, watch.fetching, scripted=True)
     if opened.tokenizer is None:
@@ -50,8 +53,9 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
     machine = MachineInfo(device="cpu", free_bytes=4 * _KV_BYTES, fast_bfloat16=True, num_cores=os.cpu_count() or 1)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(2), machine)
     watch.done("script", f"{len(script.lines)} lines · {path.name}")
+    costs = CostTable(replace(UNMEASURED, seconds_per_step=1e-3 + script.step_s))
     engine = Engine(
-        make_scheduler(config, resolved, CostTable(replace(UNMEASURED, seconds_per_step=1e-3 + script.step_s))),
+        make_scheduler(config, resolved, costs, journal=journal),
         ScriptedRunner(script.choose, spec.vocab_size, lambda: time.sleep(script.step_s)),
         make_validator(spec.vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,

@@ -105,15 +105,15 @@ class _Kind(NamedTuple):
 class CostTable:
     """Predicts seconds. `version` grows whenever a prediction may have changed."""
 
-    __slots__ = ("_buckets", "_constants", "_kinds", "_largest_chunk", "_seconds_per_block", "version")
+    __slots__ = ("_buckets", "_kinds", "constants", "largest_chunk", "seconds_per_block", "version")
 
     def __init__(self, constants: Constants, largest_chunk: int = 2048) -> None:
         assert largest_chunk > 0
-        self._constants = constants
-        self._largest_chunk = largest_chunk
+        self.constants = constants
+        self.largest_chunk = largest_chunk
         self._buckets: dict[_Bucket, _RunningMedian] = {}  # by their last observation, the oldest first
         self._kinds: dict[_Kind, _RunningMedian] = {}
-        self._seconds_per_block: float | None = None
+        self.seconds_per_block: float | None = None
         self.version = 0
 
     # Steps.
@@ -155,7 +155,7 @@ class CostTable:
         self.version += changed
 
     def _roofline_s(self, shape: StepShape) -> float:
-        constants = self._constants
+        constants = self.constants
         num_tokens = shape.num_rows + shape.num_chunk_tokens + shape.num_drafts
         num_context: float = shape.num_context
         if shape.num_drafts:
@@ -171,18 +171,18 @@ class CostTable:
 
     def recompute_s(self, start: int, stop: int) -> float:
         """Computing the positions [start, stop) again, in steps that hold nothing else."""
-        starts = range(start, stop, self._largest_chunk)
-        lengths = (min(self._largest_chunk, stop - first) for first in starts)
+        starts = range(start, stop, self.largest_chunk)
+        lengths = (min(self.largest_chunk, stop - first) for first in starts)
         return sum(self.predict_s(StepShape().with_chunk(*chunk)) for chunk in zip(starts, lengths, strict=True))
 
     def set_transfer(self, seconds_per_block: float | None) -> None:
         """Measured time to copy one block one way. None: there is no host tier."""
-        self.version += seconds_per_block != self._seconds_per_block
-        self._seconds_per_block = seconds_per_block
+        self.version += seconds_per_block != self.seconds_per_block
+        self.seconds_per_block = seconds_per_block
 
     def transfer_s(self, num_blocks: int) -> float:
         """Copying blocks one way."""
-        return inf if self._seconds_per_block is None else num_blocks * self._seconds_per_block
+        return inf if self.seconds_per_block is None else num_blocks * self.seconds_per_block
 
     def cheaper_to_swap(self, start: int, stop: int, num_blocks: int) -> bool:
         """Whether swapping the blocks of [start, stop) out and in takes less time than recomputing them."""

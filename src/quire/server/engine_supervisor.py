@@ -71,8 +71,9 @@ class Supervisor:
         phase: Callable[[StartupPhase], None] = lambda phase: None,
         serving: bool = True,  # False: offline, no client waits for its next token
         kv_events: KvEventsConfig | None = None,
+        journal: str | None = None,
     ) -> None:
-        self._start_message = StartEngine(config, script, serving, kv_events)
+        self._start_message = StartEngine(config, script, serving, kv_events, journal)
         self._engine = engine
         self._clock = clock
         self._phase = phase

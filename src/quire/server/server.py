@@ -110,6 +110,7 @@ class ServerConfig:
     serving: bool = True  # False: a batch, where latency does not matter
     replicas: int = 1  # engines of this model
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
+    journal: str | None = None  # where to record the decisions of each engine; each has a file of its own
 
 
 _FIRST_REQUESTS = 1024  # of keys, admitted beyond the limit and its reserve
@@ -253,6 +254,7 @@ class Server:
             phase=phase if rank == 0 else lambda phase: None,
             serving=config.serving,
             kv_events=events.of_replica(rank) if events is not None and config.replicas > 1 else events,
+            journal=config.journal,
         )
 
     def _note_end(self, end: FinishedRequest) -> None:

@@ -2,10 +2,16 @@
 
 A step costs tens of bytes (`sched/journal/records.py`). `Scheduler` does not depend on it: a `JournaledScheduler` is
 used in its place. `ExpectedEmitters` follows the plans, so that the rows that emit in each step need not be written.
+A replay starts with an empty scheduler, so a journal has one beginning: it is not rotated but ends at its limit, or
+where the disk is full, and the scheduler goes on without it.
 """
 
+import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zlib import crc32
 
@@ -13,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.codec import RecordEncoder
+from quire.core.errors import ConfigError
 from quire.core.ids import IntArray, RequestId, Row
 from quire.core.moves import Tier
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
 from quire.core.step_output import StepOutput
+from quire.sched.cost_model import CostTable
 from quire.sched.journal.records import (
     MAGIC,
     VERSION,
@@ -41,6 +49,37 @@ from quire.sched.journal.records import (
 from quire.sched.policy import SchedulerSpec
 from quire.sched.rows import TokenLog
 from quire.sched.scheduler import Scheduler
+
+MAX_JOURNAL_BYTES = 256 << 20  # of a server: 67 million tokens of a large vocabulary
+MAX_JOURNALS = 8  # of one name: an engine that is started again and again does not fill the disk
+
+_log = logging.getLogger(__name__)
+
+
+class JournalFile(NamedTuple):
+    """An empty file of one's own."""
+
+    path: Path
+    file: BinaryIO
+
+
+def create_journal(path: Path) -> JournalFile:
+    """Create `path`, or `path.1`, `path.2` … where there is one already: neither an earlier run nor the engine that
+    died is overwritten. Only its owner may read it."""
+    for number in range(MAX_JOURNALS):
+        name = path if number == 0 else path.with_name(f"{path.name}.{number}")
+        try:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"The journal {name} cannot be written: {error.strerror}.", param="record") from error
+        return JournalFile(name, os.fdopen(descriptor, "wb"))
+    raise ConfigError(
+        f"There are {MAX_JOURNALS} journals already, {path.name} to {path.name}.{MAX_JOURNALS - 1}; move them away, or "
+        f"choose another name.",
+        param="record",
+    )
 
 
 class ExpectedEmitters:
@@ -131,10 +170,14 @@ class _ReleasedRow(NamedTuple):
 
 
 class Journal:
-    """A file of records. The tokens of a row are written together when it is released."""
+    """A file of records. The tokens of a row are written together when it is released. After its end it takes no more,
+    and costs a comparison for each call."""
 
-    def __init__(self, file: BinaryIO, spec: SchedulerSpec) -> None:
+    def __init__(self, file: BinaryIO, spec: SchedulerSpec, max_bytes: int | None = None) -> None:
         self._file = file
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._ended = False
         self._checksum = 0
         self._expected = ExpectedEmitters(spec.max_rows)
         self._tokens = TokenLog(spec.max_rows)
@@ -153,18 +196,28 @@ class Journal:
 
         def recorded(start: int, stop: int) -> bool:
             decision = bool(function(start, stop))
-            self._decisions.append(decision)
+            if not self._ended:
+                self._decisions.append(decision)
             return decision
 
         return recorded
 
     def note(self, record: Record) -> None:
+        if self._ended:
+            return
         self._write_decisions()
         encoder = RecordEncoder()
         record.pack(encoder)
         self._write(encoder)
 
     def planned(self, now_s: float, cost_version: int, plan: StepPlan | None) -> None:
+        if self._max_bytes is not None and self._num_bytes >= self._max_bytes and not self._ended:
+            _log.warning(
+                "the journal has its %d bytes: it ends here, after step %d", self._max_bytes, self._last_absorbed
+            )
+            self.close()
+        if self._ended:
+            return
         if plan is None:
             self.note(PlanRecord(now_s, cost_version, 0, None))
             return
@@ -178,6 +231,8 @@ class Journal:
             self._started[row_start.row] = _StartedRow(plan.step, self._tokens.next_line)
 
     def absorbed(self, now_s: float, result: StepResult) -> None:
+        if self._ended:
+            return
         differing = self._expected.absorb(result.ended)
         emitting, _ = next(result.each_pass())
         differing[emitting] ^= True
@@ -191,20 +246,32 @@ class Journal:
             self._tokens.append(rows, tokens)
         self._last_absorbed = result.step
         self._write_tokens()
+        self._flush()
 
     def lost(self, *, keep_cache: bool) -> None:
         """The steps in flight are lost, and every row is free."""
+        if self._ended:
+            return
         self.note(ControlRecord(RecordKind.STEPS_LOST, keep_cache))
         self._expected.lose()
         self._release_all()
         self._last_absorbed = self._last_planned
 
     def close(self) -> None:
-        """End the journal. Steps in flight are missing in it."""
+        """End the journal. Steps in flight are missing in it. Idempotent."""
+        if self._ended:
+            return
         self._release_all()
         self._write_decisions()
         self.note(EndOfJournal(self._checksum))
-        self._file.close()
+        self._flush()
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._decisions.clear()
+        with suppress(OSError):  # what is left of a full disk's buffer
+            self._file.close()
 
     def _release_all(self) -> None:
         self._released.extend(_ReleasedRow(row, start, self._last_absorbed) for row, start in self._started.items())
@@ -226,8 +293,28 @@ class Journal:
             self._write(encoder)
 
     def _write(self, encoder: RecordEncoder) -> None:
-        self._file.write(encoder.data)
+        """A full disk ends the journal, not the engine."""
+        if self._ended:
+            return
+        try:
+            self._file.write(encoder.data)
+        except OSError as error:
+            self._fail(error)
+        self._num_bytes += len(encoder.data)
         self._checksum = crc32(encoder.data, self._checksum)
+
+    def _flush(self) -> None:
+        """A step that was absorbed is in the file, whatever becomes of this process."""
+        if self._ended:
+            return
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        _log.error("the journal cannot be written: %s; it ends after step %d", error.strerror, self._last_absorbed)
+        self._end()
 
 
 class JournaledScheduler(Scheduler):
@@ -238,14 +325,16 @@ class JournaledScheduler(Scheduler):
         spec: SchedulerSpec,
         file: BinaryIO,
         worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
+        cost: CostTable | None = None,  # as `spec` describes it, without an observation
+        max_bytes: int | None = None,  # of the journal; None: no limit
     ) -> None:
-        self.journal = Journal(file, spec)
+        self.journal = Journal(file, spec, max_bytes)
         super().__init__(
             spec.kv(self.journal.record_decisions(worth_keeping)),
             max_rows=spec.max_rows,
             max_step_tokens=spec.max_step_tokens,
             policy=spec.policy,
-            cost=spec.cost(),
+            cost=spec.cost() if cost is None else cost,
         )
 
     def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:

@@ -105,7 +105,7 @@ def read_journal(path: Path) -> JournalContents:
     data = path.read_bytes()
     decoder = RecordDecoder(data)
     if data[: len(MAGIC)] != MAGIC:
-        raise BrokenJournal(f"{path} is not a quire journal; `quire check --record FILE` writes one.")
+        raise BrokenJournal(f"{path} is not a quire journal; `quire serve --record FILE` writes one.")
     decoder.raw(len(MAGIC))
     try:
         version = decoder.raw(1)[0]
