@@ -17,7 +17,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
     "cli/build_info.py": "imports no torch: quire --version answers at once",
     "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
-    "core/fault_injection.py": "imported by both halves",
     "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",
     "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",

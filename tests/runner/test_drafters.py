@@ -68,11 +68,12 @@ def test_the_tree_is_followed_left_and_found_again() -> None:
 
 def test_no_draft_is_behind_the_last_position_of_a_row() -> None:
     drafting = Drafting(4, drafters_of(["ngram"]))
-    drafting.follow((), [row_start(1, [1] * 9, max_length=12), row_start(3, [5, 6, 7, 5, 6], max_length=300)])
+    drafting.follow((), (row_start(1, [1] * 9, max_length=12), row_start(3, [5, 6, 7, 5, 6], max_length=300)))
     found = drafting.propose(Drafts(ids(1, 3), ids(5, 5)))
     assert found is not None and found.rows.tolist() == [1], "row 3 has too little to repeat"
     assert found.tokens.tolist() == [1, 1], "of 12 tokens the last is sampled from position 10"
-    drafting.append(ids(1, 3), ids(1, 7))
+    drafting.append(ids(1, 3), np.array([[1, 7], [1, 1], [1, 1], [0, 0], [0, 0]]))
+    drafting.append(ids(3, 1), np.array([[8, 8], [0, 1], [1, 0], [0, 0], [0, 0]]))  # one had ended, one has no token
     found = drafting.propose(Drafts(ids(1, 3), ids(5, 5)))
     assert found is not None and found.counts.tolist() == [1, 1] and found.tokens.tolist() == [1, 5]
 
@@ -80,9 +81,9 @@ def test_no_draft_is_behind_the_last_position_of_a_row() -> None:
 def test_the_tree_is_asked_before_the_own_text() -> None:
     drafting = Drafting(1, drafters_of(["ngram", "tree"]))
     start = row_start(0, [1] * 9)._replace(continuation=ids(9))
-    drafting.follow((), [start])
+    drafting.follow((), (start,))
     found = drafting.propose(Drafts(ids(0), ids(2)))
     assert found is not None and found.tokens.tolist() == [9]
-    drafting.follow([ROW], [start._replace(continuation=ids())])
+    drafting.follow((ROW,), (start._replace(continuation=ids()),))
     found = drafting.propose(Drafts(ids(0), ids(2)))
     assert found is not None and found.tokens.tolist() == [1, 1]

@@ -1,5 +1,6 @@
 """The torch runner behind the bridge, driven by hand: rows that fail or end are inert, and harm nobody."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from quire.kernels.interface import StepLayout
 from quire.models.interface import KvGeometry
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
+from quire.runner.row_table import RowTable
 from tests.runner.plans import emitted, grants, host_driven, sample
 from tests.runner.plans import row_start as seat_for
 
@@ -227,3 +229,34 @@ def test_tokens_appended_to_a_decoding_row_are_an_internal_error():
     runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="is decoding"):
         runner.launch(StepPlan(1, appends=(AppendTokens(Row(0), (3,)),), num_decoding=1))
+
+
+def test_a_repeated_step_leaves_the_row_table_as_an_applied_one_does() -> None:
+    """Rows of different limits, grants on the way, a pause and a release: the same rows and tables at every step."""
+    quick, slow = (RowTable(3, 32, BLOCK, torch.device("cpu")) for _ in range(2))
+    starts = tuple(row_start(row, [1, 2], max_length=length) for row, length in enumerate((20, 9, 14)))
+    plans = [
+        StepPlan(
+            0, starts=starts, grants=grants({0: [1], 1: [2], 2: [3]}), chunks=tuple(sample(r, 0, 2) for r in range(3))
+        )
+    ]
+    changes: dict[int, dict[str, object]] = {
+        3: {"grants": grants({0: [4], 2: [5]})},
+        5: {"pauses": (Row(2),)},
+        8: {"grants": grants({2: [7, 8]})},
+        12: {"releases": (Row(1),)},
+        13: {"grants": grants({0: [6]})},
+    }
+    num_repeated = 0
+    for step in range(19):
+        if step:
+            named = changes.get(step, {})
+            gone = {*named.get("pauses", ()), *named.get("releases", ())}  # type: ignore[misc]
+            num_decoding = len(set(np.flatnonzero(slow.decoding).tolist()) - gone)
+            plans.append(StepPlan(step, num_decoding=num_decoding, **named))  # type: ignore[arg-type]
+        again = quick.repeat(plans[step])
+        num_repeated += again is not None
+        found = quick.apply(plans[step]) if again is None else again
+        assert found.tolist() == slow.apply(plans[step]).tolist(), f"step {step}"
+        assert torch.equal(quick.tables, slow.tables), f"step {step}"
+    assert not slow.decoding.any() and num_repeated == 11

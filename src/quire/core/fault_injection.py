@@ -34,6 +34,11 @@ class InjectedFault(RuntimeError):
 _armed: dict[FaultSite, int] = {}  # the request or sequence that fails, by site; empty outside tests
 
 
+def any_armed() -> bool:
+    """Whether a test has armed any site."""
+    return bool(_armed)
+
+
 def trip(site: FaultSite, name: int) -> None:
     """Fail if this request or sequence is armed at this site."""
     if _armed and _armed.get(site) == name:

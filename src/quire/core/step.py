@@ -177,6 +177,12 @@ class StepPlan:
     reset: bool = False  # a step was lost: every row is empty, and step numbers go on from this one
 
     @property
+    def repeats(self) -> bool:
+        """Whether it names nothing but blocks: the rows that are decoding compute one token each."""
+        named = self.moves or self.releases or self.starts or self.appends or self.chunks or self.pauses or self.masked
+        return not (named or self.num_padding or self.reset or len(self.drafts))
+
+    @property
     def num_tokens(self) -> int:
         """Positions computed in the step, at most."""
         num_drafts = int(self.drafts.counts.sum()) if len(self.drafts) else 0
@@ -227,6 +233,9 @@ class Verified:
         return len(self.rows)
 
 
+_NOTHING_VERIFIED = Verified()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The output of one step: row `rows[i]` emitted `tokens[i]`.
@@ -244,7 +253,7 @@ class StepResult:
     candidates: dict[Row, Candidates] = field(default_factory=dict)
     pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the prompt's hidden states
     passes: tuple[int, ...] = ()
-    verified: Verified = field(default_factory=Verified)
+    verified: Verified = _NOTHING_VERIFIED
 
     def each_pass(self) -> Iterator[tuple[IntArray, IntArray]]:
         """Rows and tokens of each pass. The rows of a pass are distinct."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray
-from quire.kernels.row_interface import EndColumns, RowColumns
+from quire.kernels.row_interface import EndColumns, GreedyStep, RowColumns
 
 KV_SCALE_BYTES = 4  # a float32 behind the codes of a head: number = code * scale, scale = highest magnitude / 127
 
@@ -176,11 +176,10 @@ class LayerStack(Protocol):
         """embedded: [tokens, hidden] float32, changed; kv: the whole store; selected: [n] int64, or all tokens.
         Returns [n, hidden], normed."""
 
-    def decode_greedy(
+    def greedy_step(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
-    ) -> Tensor:
-        """A whole step of rows that decode greedily, which appends their tokens. Returns [5, rows] int64, as
-        `FinishRows` does."""
+    ) -> GreedyStep:
+        """A whole step of rows that decode greedily."""
 
     def decode_logits(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor

@@ -10,7 +10,9 @@ use its `slots_of` too.
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
@@ -164,6 +166,13 @@ class RowColumns(NamedTuple):
     max_lengths: Tensor  # [max_rows] int64: tokens it may hold
     last_tokens: Tensor  # [max_rows] int64
     alive: Tensor  # [max_rows] bool
+
+
+class GreedyStep(Protocol):
+    """A whole step of rows that decode greedily. It may run again for as long as no row starts or is released."""
+
+    def __call__(self) -> NDArray[np.int64]:
+        """Appends a token to each row. [5, rows], as `FinishRows`, on the host."""
 
 
 class NextTokens(NamedTuple):

@@ -56,12 +56,13 @@ class HostCopy:
 
     __slots__ = ("_event", "_host")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, values: Tensor | NDArray[Any]) -> None:
+        """An array is on the host already."""
         self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+        self._host = values
+        if isinstance(values, Tensor) and values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host = pinned.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -72,4 +73,4 @@ class HostCopy:
         """As numpy, of the tensor's type."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.numpy()
+        return self._host.numpy() if isinstance(self._host, Tensor) else self._host

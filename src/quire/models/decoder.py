@@ -22,7 +22,7 @@ from quire.kernels.interface import (
     StackSpec,
     StepLayout,
 )
-from quire.kernels.row_interface import EndColumns, RowColumns
+from quire.kernels.row_interface import EndColumns, GreedyStep, RowColumns
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import GatedMlp, Linear, Projection
 from quire.layers.parallel import ParallelVocabulary, RowParallelLinear
@@ -214,9 +214,9 @@ class Decoder:
     def row_decoder(self) -> "Decoder | None":
         return None if self._stack is None else self
 
-    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
+    def greedy_step(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> GreedyStep:
         assert self._stack is not None, "row_decoder is None"
-        return self._stack.decode_greedy(self._decoder_tables, rows, columns, ends, kv)
+        return self._stack.greedy_step(self._decoder_tables, rows, columns, ends, kv)
 
     def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
         assert self._stack is not None, "row_decoder is None"

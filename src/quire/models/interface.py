@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.core.ids import IntArray
 from quire.core.model import ModelSpec
 from quire.kernels.interface import KV_SCALE_BYTES, StepLayout
-from quire.kernels.row_interface import EndColumns, RowColumns
+from quire.kernels.row_interface import EndColumns, GreedyStep, RowColumns
 
 
 class KvGeometry(NamedTuple):
@@ -43,8 +43,8 @@ class KvGeometry(NamedTuple):
 class RowDecoder(Protocol):
     """A model whose decode steps read the row table themselves. Call in inference mode."""
 
-    def decode_greedy(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
-        """A whole step of rows that decode greedily, their tokens appended. [5, rows] int64, as `FinishRows`."""
+    def greedy_step(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> GreedyStep:
+        """A whole step of rows that decode greedily."""
 
     def decode_logits(self, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor) -> Tensor:
         """A step of rows that decode, up to their logits: [rows, vocab] float32."""

@@ -25,6 +25,7 @@ from quire.core.step import Drafts, ForcedTokens, RowStart
 # tokens that are the same from there on grows about as fast as the number alike before.
 MIN_NGRAM = 3
 MAX_NGRAM = 12
+_MAX_UNREAD = 64  # steps
 _NOTHING: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -147,9 +148,12 @@ class Drafting:
         self._tokens: IntArray = np.zeros((max_rows, 256), dtype=np.int32)  # wide enough for the longest row so far
         self._lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._limits: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens that a row may have
+        self._unread: list[tuple[IntArray, NDArray[np.int64]]] = []  # rows and outcomes of the latest steps
 
-    def follow(self, releases: Iterable[Row], starts: Iterable[RowStart]) -> None:
+    def follow(self, releases: tuple[Row, ...], starts: tuple[RowStart, ...]) -> None:
         """Rows are released and started."""
+        if releases or starts:
+            self._catch_up()
         for row in releases:
             for drafter in self._drafters:
                 drafter.release(row)
@@ -163,14 +167,25 @@ class Drafting:
             for drafter in self._drafters:
                 drafter.start(row_start)
 
-    def append(self, rows: IntArray, tokens: IntArray) -> None:
-        """Each of these rows, all distinct, has one token more."""
-        self._tokens[rows, self._lengths[rows]] = tokens
-        self._lengths[rows] += 1
+    def append(self, rows: IntArray, outcome: NDArray[np.int64]) -> None:
+        """Rows, all distinct, were sampled. outcome: [5, rows]: token, alive, finite, stop, length."""
+        self._unread.append((rows, outcome))
+        if len(self._unread) == _MAX_UNREAD:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Read what was sampled since the last call: most steps propose nothing."""
+        for rows, outcome in self._unread:
+            emitted = (outcome[1] & outcome[2]).astype(np.bool_)
+            at = rows[emitted]
+            self._tokens[at, self._lengths[at]] = outcome[0, emitted]
+            self._lengths[at] += 1
+        self._unread.clear()
 
     def propose(self, drafts: Drafts, forced: Iterable[ForcedTokens] = ()) -> Drafted | None:
         """Drafts for each row, at most its number, none behind its last position; None: no row has any. What a grammar
         forces comes first."""
+        self._catch_up()
         found: list[tuple[int, IntArray]] = []
         by_row = {span.row: span for span in forced}
         for number, most in zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.fault_injection import FaultSite, trip_any
+from quire.core.fault_injection import FaultSite, any_armed, trip_any
 from quire.core.ids import IntArray
 from quire.core.step import (
     Chunk,
@@ -24,7 +24,7 @@ from quire.core.step import (
     Masks,
     StepPlan,
 )
-from quire.kernels.row_interface import PADDING, DrawTokens, RowKernels, Sampled, SamplingStage
+from quire.kernels.row_interface import PADDING, DrawTokens, GreedyStep, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload, upload_integers
 from quire.models.interface import Model
 from quire.runner.batch import (
@@ -113,6 +113,7 @@ class ModelRunner:
             if device_drafts is not None:
                 self._device_drafting = DeviceDrafting(self._rows, max_length, device_drafts, num_lines)
         self._ends = self._sampler.end_columns.end_ids
+        self._greedy_step: GreedyStep | None = None  # the step before, if it was one
         self.launches = LaunchCounts() if self._graphs is None else self._graphs.counts
 
     @property
@@ -164,14 +165,25 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.step_times()
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        again = self._repeat(plan)
+        if again is not None:
+            return again
         slow_s = self.launches.slow_s
         with lost_without_memory(plan.num_tokens):
             pending = self._launch(plan)
         self.launches.note_step(plan.step, slow_s)
         return pending
 
+    def _repeat(self, plan: StepPlan) -> PendingStep | None:
+        """The step before once more, if that was greedy and nothing changed: without a tensor operation."""
+        if self._greedy_step is None or any_armed():
+            return None
+        rows = self._rows.repeat(plan)
+        return None if rows is None else PendingStep(plan.step, self._sampled(rows, self._greedy_step(), None))
+
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
+        self._greedy_step = None
         self._stores.carry(plan.moves)
         self._follow(plan)
         decoding = self._rows.apply(plan)
@@ -248,7 +260,8 @@ class ModelRunner:
         if drafted is None and not plan.masked and not self._sampler.features(decoding):
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
-            outcome = decoder.decode_greedy(decoding, rows.columns, ends, kv)
+            self._greedy_step = decoder.greedy_step(decoding, rows.columns, ends, kv)
+            outcome = self._greedy_step()
             self._trip(FaultSite.LOGPROBS)
             return self._sampled(decoding, outcome, None)
         lines, columns = (decoding, rows.columns) if drafted is None else draft_lines(rows, decoding, drafted)
@@ -257,12 +270,12 @@ class ModelRunner:
         batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
         return self._choose(plan, self._sampling(plan, logits, batch, drafted), drafted)
 
-    def _sampled(self, rows: IntArray, outcome: Tensor, scores: RowScores | None) -> SampledTokens:
+    def _sampled(self, rows: IntArray, outcome: Tensor | NDArray[np.int64], scores: RowScores | None) -> SampledTokens:
         """The tokens that these rows got. outcome: [5, rows] int64."""
+        copied = HostCopy(outcome)
         if self._drafting is not None:
-            emitted = (outcome[1] & outcome[2]).bool().numpy()
-            self._drafting.append(rows[emitted], outcome[0].numpy()[emitted])
-        return SampledTokens(rows, HostCopy(outcome), scores)
+            self._drafting.append(rows, copied.wait())
+        return SampledTokens(rows, copied, scores)
 
     def _replay(self, plan: StepPlan, decoding: IntArray) -> Sampling | None:
         """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""

@@ -14,6 +14,8 @@ from quire.core.step import AppendTokens, ChunkOutput, Grants, RowStart, StepPla
 from quire.kernels.row_interface import RowColumns, RowState
 from quire.kernels.transfers import upload, upload_integers
 
+NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
+
 
 class RowTable:
     """One line per row. A finished row is not alive: it writes to the null block and emits nothing.
@@ -38,18 +40,36 @@ class RowTable:
         self._tokens_left: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the length ends the row
         self.decoding: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self.starts: dict[Row, RowStart] = {}
+        self.columns = RowColumns(self.tables, self.lengths, self.max_lengths, self.last_tokens, self.alive)
+        self._host_tables: IntArray | None = self.tables.numpy() if device.type == "cpu" else None
         self._next_step = 0
+        self._latest = NO_ROWS  # those that decoded in the step before
+        self._repeats_left = 0  # steps that the same rows can decode again
+        self._num_repeated = 0  # steps since `apply`, not counted in `_tokens_left` yet
 
     @property
     def state(self) -> RowState:
         return RowState(self.last_tokens, self.lengths, self.alive, self.history)
 
-    @property
-    def columns(self) -> RowColumns:
-        return RowColumns(self.tables, self.lengths, self.max_lengths, self.last_tokens, self.alive)
+    def repeat(self, plan: StepPlan) -> IntArray | None:
+        """`apply` where the rows of the step before decode again, the same array; None: the plan has to be applied."""
+        if not self._repeats_left or not plan.repeats:
+            return None
+        assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
+        assert len(self._latest) == plan.num_decoding, f"{len(self._latest)} rows, the plan has {plan.num_decoding}"
+        self._next_step += 1
+        self._repeats_left -= 1
+        self._num_repeated += 1
+        if len(plan.grants):
+            self._grant(plan.grants)
+        return self._latest
 
     def apply(self, plan: StepPlan) -> IntArray:
         """Apply a plan's differences. Returns the rows that decode in this step."""
+        if self._num_repeated:
+            self._tokens_left[self._latest] -= self._num_repeated
+            self.decoding &= self._tokens_left > 0
+            self._num_repeated = 0
         if plan.reset:
             self.starts.clear()
             self.decoding[:] = False
@@ -74,6 +94,9 @@ class RowTable:
         self._tokens_left[caught_up] -= 1
         self.decoding[caught_up] = True
         self.decoding &= self._tokens_left > 0
+        self._latest = rows
+        same = len(rows) and not caught_up and not plan.pauses
+        self._repeats_left = int(self._tokens_left[rows].min()) if same else 0
         return rows
 
     def advance(self, rows: Tensor, tokens: Tensor, emitted: Tensor, ended: Tensor) -> None:
@@ -114,5 +137,8 @@ class RowTable:
         rows = grants.rows[order].astype(np.int64)
         columns = self.num_blocks[rows] + np.arange(len(rows)) - np.searchsorted(rows, rows)
         np.add.at(self.num_blocks, rows, 1)
+        if self._host_tables is not None:
+            self._host_tables[rows, columns] = grants.blocks[order]
+            return
         at, column, block = upload_integers(self.device, rows, columns, grants.blocks[order])
         self.tables[at, column] = block.int()

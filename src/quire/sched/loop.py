@@ -10,8 +10,8 @@ requests, until one fails alone. A request that emits a token, or ends, in a ste
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -109,15 +109,18 @@ class _StepFailed(Exception):
         self.cause = cause
 
 
-@contextmanager
-def _failing() -> Iterator[None]:
+class _Failing:
     """Marks what the runner raises, other than a lost step or its own end, as a failed step."""
-    try:
-        yield
-    except (StepLost, RankFailed):
-        raise
-    except Exception as error:
-        raise _StepFailed(error) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, StepLost | RankFailed):
+            raise _StepFailed(error) from error
+
+
+_FAILING = _Failing()
 
 
 class Progress(NamedTuple):
@@ -197,13 +200,13 @@ class Loop:
             self.progress = Progress(now_s, self.scheduler.expected_s)
         if plan is None:
             return False
-        with self._span("launch"), _failing():
+        with self._span("launch"), _FAILING:
             self._in_flight.append(self._runner.launch(plan))
         self._unsampled = plan.masked
         return True
 
     def _absorb_oldest(self) -> StepOutput:
-        with self._span("wait"), _failing():
+        with self._span("wait"), _FAILING:
             result = self._in_flight.popleft().wait()
         with self._span("absorb"):
             now_s = self._clock()
@@ -215,7 +218,7 @@ class Loop:
         """Sample a step with masked rows, if all steps before it are absorbed."""
         if not self._unsampled or len(self._in_flight) > 1:
             return
-        with self._span("masks"), _failing():
+        with self._span("masks"), _FAILING:
             assert self._masks is not None, "a row under a grammar, and no source of masks"
             sequences = [each for each in self.scheduler.row_sequences(self._unsampled) if not each.finished]
             drafted = self._in_flight[-1].drafted

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray
@@ -300,36 +301,29 @@ class NativeStack:
         )
         return output if selected is None else output[: len(selected)]
 
-    def decode_greedy(
+    def greedy_step(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
-    ) -> Tensor:
-        outcome = torch.empty(5, len(rows), dtype=torch.int64)
-        self._decode(tables, rows, columns, ends, kv, outcome.data_ptr(), None)
-        return outcome
+    ) -> "NativeGreedyStep":
+        return NativeGreedyStep(self, tables, rows, columns, ends, kv)
 
     def decode_logits(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
     ) -> Tensor:
         logits = torch.empty(len(rows), tables.head.shape[0])
-        self._decode(tables, rows, columns, ends, kv, None, logits.data_ptr())
+        rows = np.ascontiguousarray(rows, np.int32)
+        arguments = self.decode_arguments(tables, rows, columns, ends, kv)
+        self._kernels._call.quire_decode(*arguments, None, logits.data_ptr())
         return logits
 
-    def _decode(
-        self,
-        tables: DecoderTables,
-        rows: IntArray,
-        columns: RowColumns,
-        ends: EndColumns,
-        kv: Tensor,
-        outcome: int | None,
-        logits: int | None,
-    ) -> None:
+    def decode_arguments(
+        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+    ) -> tuple[object, ...]:
+        """All arguments of `quire_decode` but its outputs. The caller keeps the rows and the tensors."""
         if self._tables is None:
             self._tables = _native_tables(tables)
         step = NativeStep()
         _set_store(step, kv)
-        rows = np.ascontiguousarray(rows, np.int32)
-        self._kernels._call.quire_decode(
+        return (
             self._kernels.workspace,
             ctypes.byref(self._model),
             ctypes.byref(self._tables),
@@ -337,9 +331,33 @@ class NativeStack:
             ctypes.byref(step),
             rows.ctypes.data,
             len(rows),
-            outcome,
-            logits,
         )
+
+
+class NativeGreedyStep:
+    """A step of greedy rows with its arguments prepared: in a step of one row, each look-up of a pointer counts, since
+    the weights have just emptied the caches."""
+
+    __slots__ = ("_arguments", "_decode", "_kept", "_outcome")
+
+    def __init__(
+        self,
+        stack: NativeStack,
+        tables: DecoderTables,
+        rows: IntArray,
+        columns: RowColumns,
+        ends: EndColumns,
+        kv: Tensor,
+    ) -> None:
+        rows = np.ascontiguousarray(rows, np.int32)
+        self._kept = (stack, tables, rows, columns, ends, kv)
+        self._outcome: NDArray[np.int64] = np.empty((5, len(rows)), dtype=np.int64)
+        self._decode = stack._kernels._call.quire_decode
+        self._arguments = (*stack.decode_arguments(tables, rows, columns, ends, kv), self._outcome.ctypes.data, None)
+
+    def __call__(self) -> NDArray[np.int64]:
+        self._decode(*self._arguments)
+        return self._outcome.copy()
 
 
 def _native_columns(columns: RowColumns, ends: EndColumns) -> NativeRowColumns:
