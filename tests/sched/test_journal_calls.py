@@ -35,8 +35,8 @@ from tests.sched.test_fault_bisection import Allergic, request_of
 QUERIES = {
     "explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence", "row_sequences", "running_sequences",
 }  # fmt: skip
-# The second hands over sequences that have finished already; the last is for measurements, which keep no journal.
-UNRECORDED = QUERIES | {"running_groups", "overdue", "replace_speculation"}
+# The second hands over sequences that have finished already; the last two are for measurements and for journals.
+UNRECORDED = QUERIES | {"running_groups", "overdue", "replace_speculation", "replace_lookup_hits"}
 
 
 def packed(record: Record) -> bytes:

@@ -181,10 +181,11 @@ def measure_planted(
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[PlantedFigure]:
     """Figures of every acceptance and number of requests: without drafts, with the governor, and always with as many
-    as allowed, in turns. The first turn of each warms up: the others find their prompts in the prefix cache."""
+    as allowed, in turns. The first turn of each warms up: the others find their prompts in the prefix cache. The text
+    says nothing of planted acceptance, so the governor learns from drafts alone."""
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     scheduler = llm.built.engine.scheduler
-    usual = scheduler.policy.speculation
+    usual = replace(scheduler.policy.speculation, hindsight=False)
     policies = [
         replace(usual, max_drafts=0),
         *(replace(usual, max_drafts=num_drafts, governed=g) for g in (True, False)),

@@ -139,7 +139,7 @@ def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy
         return SpeculationPolicy()
     if not captured:
         return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
-    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, max_verified=MAX_VERIFIED)
+    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, max_verified=MAX_VERIFIED, hindsight=True)
 
 
 def make_scheduler(

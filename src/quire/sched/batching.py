@@ -221,6 +221,7 @@ class StepBatcher:
                 state.billing.start(row, tenant, num_tokens)
                 if state.governor.active and state.policy.speculation.allows(request.sampling):
                     state.governor.start(row, builder.step + 1)
+                    state.governor.read_text(row, sequence.tokens, state.continuation(sequence))
 
     # Drafts.
 

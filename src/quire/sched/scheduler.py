@@ -37,6 +37,7 @@ from quire.sched.batching import StepBatcher
 from quire.sched.beam_search import BeamUpdate
 from quire.sched.cost_model import UNMEASURED, CostTable, StepShape
 from quire.sched.explain import Explanation, explain
+from quire.sched.lookup_hits import LookupHits
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
 from quire.sched.preemption import Preemption
@@ -169,6 +170,7 @@ class Scheduler:
         self._observe(flight, now_s)
         rows = self._state.rows
         rows.note(result)
+        self._state.governor.note_tokens(result, flight.drafts.rows)
         emitters, tokens = rows.sequence_ids(result.rows), result.tokens
         kept = emitters >= 0
         if np.count_nonzero(kept) < len(kept):
@@ -384,6 +386,10 @@ class Scheduler:
     def replace_speculation(self, policy: SpeculationPolicy, *, forget: bool) -> None:
         """For measurements: plan drafts by another policy from now on; forget what was accepted before."""
         self._state.governor.replace_policy(policy, forget=forget)
+
+    def replace_lookup_hits(self, hits: LookupHits) -> None:
+        """For journals, before the first request: record what prompt lookup would have drafted, or read it."""
+        self._state.governor.replace_hits(hits)
 
     def _absorb_drafts(self, flight: _StepInFlight, verified: Verified) -> dict[int, DraftCounts]:
         """Correct the positions of rows by what they gained; the drafts of each sequence."""

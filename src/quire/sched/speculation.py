@@ -3,18 +3,22 @@
 A draft pays if it is accepted often enough for what it costs. `DraftGovernor` measures how often the drafts of each row
 are accepted, asks the cost table what a step with more tokens takes, and plans as many drafts as give the most expected
 tokens per second; none if none gain. So drafts stop by themselves in large batches and where text does not repeat. A
-row without drafts tries a single one now and then, ever less often while it fails. Does not depend on what drafts are,
+row without drafts tries a single one now and then, ever less often while it fails; where drafts come from the row's own
+text, each of its tokens tells what a draft would have been worth (`lookup_hits`). Does not depend on what drafts are,
 but for two kinds: text that a grammar forces is accepted more often than what a text seems to repeat.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.sampling import RowSampling
+from quire.core.step import StepResult
 from quire.sched.cost_model import CostTable, StepShape
+from quire.sched.lookup_hits import LookupHits
 
 MAX_DRAFTS = 8  # of one row in one step; arbitrary: beyond it even a row whose drafts are good gains little
 # None of these numbers was tuned.
@@ -22,7 +26,7 @@ _DECAY = 0.9  # of what is remembered of a row, per step with drafts
 _SHARED_DECAY = 0.995  # of all rows together
 _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED = 1.0, 2.0  # of all rows, before the first draft
 _UNKNOWN_FORCED = 1.6  # the same of text that grammars force
-_PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that of one row
+_PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all rows counts for in that of a new row; decays with its own
 _MIN_GAIN = 1.03  # in tokens per second: less is within the error of the cost table
 _FIRST_PROBE = 16  # steps without drafts before a row tries one
 _LAST_PROBE = 1024
@@ -44,6 +48,7 @@ class SpeculationPolicy:
     # On a GPU, where captured graphs verify drafts: only in steps without prompts and grammar masks, only of rows
     # without logit processors and logprobs, and only up to this many tokens in a step. 0: anywhere.
     max_verified: int = 0
+    hindsight: bool = False  # every token of a row tells whether prompt lookup would have drafted it
 
     @property
     def jumps(self) -> bool:
@@ -66,7 +71,9 @@ class DraftGovernor:
         "_first_step",
         "_forced_accepted",
         "_forced_tried",
+        "_hits",
         "_policy",
+        "_prior_weight",
         "_probe_at",
         "_probe_credit",
         "_probe_interval",
@@ -81,6 +88,8 @@ class DraftGovernor:
         self._first_step: NDArray[np.int64] = np.full(max_rows, -1, dtype=np.int64)  # it decodes in; -1: no drafts
         self._accepted: NDArray[np.float64] = np.zeros(max_rows)  # drafts, decayed
         self._tried: NDArray[np.float64] = np.zeros(max_rows)  # of those, and the first of each step that was not
+        self._prior_weight: NDArray[np.float64] = np.zeros(max_rows)
+        self._hits = LookupHits(max_rows) if policy.hindsight else None
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._probe_credit = _MAX_PROBE_CREDIT  # of a step, that probes may take now
@@ -89,6 +98,11 @@ class DraftGovernor:
     def _forget(self) -> None:
         self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
         self._forced_accepted, self._forced_tried = _UNKNOWN_FORCED, _UNKNOWN_TRIED
+
+    def replace_hits(self, hits: LookupHits) -> None:
+        """For journals: learn what prompt lookup would have drafted from another object, if from any."""
+        if self._hits is not None:
+            self._hits = hits
 
     def replace_policy(self, policy: SpeculationPolicy, *, forget: bool) -> None:
         """For measurements: another policy from the next step on; forget what was accepted of rows that are gone."""
@@ -105,7 +119,13 @@ class DraftGovernor:
         """A row that may have drafts decodes from this step on."""
         self._first_step[row] = step
         self._accepted[row] = self._tried[row] = 0.0
+        self._prior_weight[row] = _PRIOR_WEIGHT
         self._probe_at[row], self._probe_interval[row] = step + _FIRST_PROBE, _FIRST_PROBE
+
+    def read_text(self, row: Row, tokens: IntArray, continuation: IntArray) -> None:
+        """What a row's drafts are taken from: its tokens, and what the prefix tree has behind them."""
+        if self._hits is not None:
+            self._hits.start(row, tokens, continuation)
 
     def stop(self, row: Row) -> None:
         self._first_step[row] = -1
@@ -137,7 +157,8 @@ class DraftGovernor:
             return nothing
         gains = self._gains(rows, limits, forced > 0)
         counts = self._best_counts(gains, shape, num_most)
-        waiting = np.flatnonzero((counts == 0) & (limits > 0) & (self._probe_at[rows] <= step))
+        least = _LIKELY if self._policy.hindsight else 0.0  # what a draft is worth is known: only its cost is tried
+        waiting = np.flatnonzero((counts == 0) & (gains[:, 0] > least) & (self._probe_at[rows] <= step))
         probing = waiting[: self._num_probes(len(waiting), int(counts.sum()), shape, budget)]
         counts[probing] = np.maximum(np.count_nonzero(gains[probing] > _LIKELY, axis=1), 1)  # measures their cost, too
         counts = _within(counts, budget)
@@ -172,7 +193,8 @@ class DraftGovernor:
         shared = np.where(
             forced, self._forced_accepted / self._forced_tried, self._shared_accepted / self._shared_tried
         )
-        chance = (self._accepted[rows] + _PRIOR_WEIGHT * shared) / (self._tried[rows] + _PRIOR_WEIGHT)
+        prior = self._prior_weight[rows]
+        chance = (self._accepted[rows] + prior * shared) / (self._tried[rows] + prior)
         numbers = np.arange(1, self._policy.max_drafts + 1)
         gains: NDArray[np.float64] = np.where(numbers <= limits[:, None], chance[:, None] ** numbers, 0.0)
         return gains
@@ -201,17 +223,42 @@ class DraftGovernor:
             return
         at, right = rows[tested].astype(np.intp), accepted[tested]
         tried = right + (right < drafted[tested])
-        self._accepted[at] = _DECAY * self._accepted[at] + right
-        self._tried[at] = _DECAY * self._tried[at] + tried
+        self._weigh(at, right, tried)
         longer = np.minimum(2 * self._probe_interval[at], _LAST_PROBE)
         self._probe_interval[at] = np.where(right > 0, _FIRST_PROBE, longer)
         by_grammar = np.zeros(len(at), dtype=np.bool_) if forced is None else forced[tested]
         if np.count_nonzero(~by_grammar):
-            self._shared_accepted = _SHARED_DECAY * self._shared_accepted + int(right[~by_grammar].sum())
-            self._shared_tried = _SHARED_DECAY * self._shared_tried + int(tried[~by_grammar].sum())
+            self._weigh_all(int(right[~by_grammar].sum()), int(tried[~by_grammar].sum()))
         if np.count_nonzero(by_grammar):
             self._forced_accepted = _SHARED_DECAY * self._forced_accepted + int(right[by_grammar].sum())
             self._forced_tried = _SHARED_DECAY * self._forced_tried + int(tried[by_grammar].sum())
+
+    def note_tokens(self, result: StepResult, drafting: IntArray) -> None:
+        """A step is absorbed: what prompt lookup would have drafted of rows that had no drafts in it."""
+        if self._hits is None or not self._policy.hindsight:
+            return
+        tested, hits = np.empty(0, np.intp), np.empty(0, np.bool_)
+        for number, (rows, tokens) in enumerate(result.each_pass()):
+            known = self._first_step[rows] >= 0
+            at = rows[known].astype(np.intp)
+            right = self._hits.note(at, tokens[known])
+            if number == 0:
+                tested, hits = at, right
+        if len(drafting):
+            without = ~np.isin(tested, drafting)
+            tested, hits = tested[without], hits[without]
+        if len(tested):
+            self._weigh(tested, hits, 1)
+            self._weigh_all(int(np.count_nonzero(hits)), len(tested))
+
+    def _weigh(self, rows: IndexArray, right: NDArray[Any], tried: NDArray[Any] | int) -> None:
+        self._accepted[rows] = _DECAY * self._accepted[rows] + right
+        self._tried[rows] = _DECAY * self._tried[rows] + tried
+        self._prior_weight[rows] *= _DECAY
+
+    def _weigh_all(self, num_right: int, num_tried: int) -> None:
+        self._shared_accepted = _SHARED_DECAY * self._shared_accepted + num_right
+        self._shared_tried = _SHARED_DECAY * self._shared_tried + num_tried
 
 
 def _within(counts: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

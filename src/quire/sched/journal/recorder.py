@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from quire.core.codec import RecordEncoder
 from quire.core.errors import ConfigError
-from quire.core.ids import IntArray, RequestId, Row
+from quire.core.ids import IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Tier
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
@@ -37,6 +37,7 @@ from quire.sched.journal.records import (
     EndOfJournal,
     ExpectRecord,
     FailRecord,
+    LookupHitsRecord,
     PlanRecord,
     PlanSummary,
     Record,
@@ -46,6 +47,7 @@ from quire.sched.journal.records import (
     SwapDecisionsRecord,
     TokensRecord,
 )
+from quire.sched.lookup_hits import LookupHits
 from quire.sched.policy import SchedulerSpec
 from quire.sched.rows import TokenLog
 from quire.sched.scheduler import Scheduler
@@ -317,6 +319,21 @@ class Journal:
         self._end()
 
 
+class JournaledHits(LookupHits):
+    """Each answer is recorded: a replay of a journal that was cut off does not know all tokens."""
+
+    __slots__ = ("_record",)
+
+    def __init__(self, max_rows: int, record: Callable[[Record], None]) -> None:
+        super().__init__(max_rows)
+        self._record = record
+
+    def note(self, rows: IndexArray, tokens: IntArray) -> NDArray[np.bool_]:
+        hits = super().note(rows, tokens)
+        self._record(LookupHitsRecord(rows[hits].astype(np.int32)))
+        return hits
+
+
 class JournaledScheduler(Scheduler):
     """A scheduler whose every call is recorded. Close its journal at the end."""
 
@@ -336,6 +353,7 @@ class JournaledScheduler(Scheduler):
             policy=spec.policy,
             cost=spec.cost() if cost is None else cost,
         )
+        self.replace_lookup_hits(JournaledHits(spec.max_rows, self.journal.note))
 
     def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
         sequences = super().add(request, now_s)

@@ -56,6 +56,7 @@ class RecordKind(IntEnum):
     RESTRICTED = 17
     WITHDRAWN = 18
     EXPECTED = 19
+    LOOKUP_HITS = 20
 
 
 class PlanSummary(NamedTuple):
@@ -250,6 +251,16 @@ class TokensRecord(NamedTuple):
         encoder.array(self.tokens)
 
 
+class LookupHitsRecord(NamedTuple):
+    """The rows whose token prompt lookup would have drafted, of one pass of a step: tokens themselves come later."""
+
+    rows: IntArray
+
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.LOOKUP_HITS)
+        encoder.array(self.rows)
+
+
 class SwapDecisionsRecord(NamedTuple):
     """Whether evicted blocks were worth keeping in the host tier, in order."""
 
@@ -283,7 +294,7 @@ Call = (
     | PlanRecord
     | AbsorbRecord
 )
-Record = Call | TokensRecord | SwapDecisionsRecord | EndOfJournal
+Record = Call | TokensRecord | LookupHitsRecord | SwapDecisionsRecord | EndOfJournal
 
 
 class RecordReader:
@@ -329,6 +340,8 @@ class RecordReader:
             return _read_absorption(decoder)
         if kind is RecordKind.EMITTED:
             return TokensRecord(Row(decoder.count()), decoder.count(), decoder.array().astype(np.int32))
+        if kind is RecordKind.LOOKUP_HITS:
+            return LookupHitsRecord(decoder.array().astype(np.int32))
         if kind is RecordKind.SWAP_DECIDED:
             count = decoder.count()
             bits = np.unpackbits(np.frombuffer(decoder.raw(-(-count // 8)), dtype=np.uint8), count=count)
@@ -348,6 +361,8 @@ class RecordReader:
 def _read_arrival(decoder: RecordDecoder) -> ArrivalRecord:
     now_s, number, prompt = decoder.real(), RequestId(decoder.count()), decoder.array().astype(np.int32)
     max_tokens, num_sequences = decoder.count(), decoder.count()
+    if not num_sequences:
+        raise ValueError("a request of no sequence")
     partition, tenant, priority = decoder.text(), decoder.text(), decoder.signed()
     end_ids, min_tokens, num_candidates = tuple(decoder.array().tolist()), decoder.count(), decoder.count()
     flags = decoder.count()

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.codec import RecordDecoder, UnreadableRecord
 from quire.core.errors import BrokenJournal
-from quire.core.ids import IntArray, Row, SequenceId
+from quire.core.ids import IndexArray, IntArray, Row, SequenceId
 from quire.core.request import Sequence
 from quire.core.step import StepPlan, StepResult, Verified
 from quire.sched.journal.recorder import ExpectedEmitters, checksum, summarise
@@ -27,6 +28,7 @@ from quire.sched.journal.records import (
     EndOfJournal,
     ExpectRecord,
     FailRecord,
+    LookupHitsRecord,
     PlanRecord,
     PlanSummary,
     Record,
@@ -37,6 +39,7 @@ from quire.sched.journal.records import (
     SwapDecisionsRecord,
     TokensRecord,
 )
+from quire.sched.lookup_hits import LookupHits
 from quire.sched.policy import SchedulerSpec, read_spec
 from quire.sched.scheduler import Scheduler
 
@@ -81,6 +84,7 @@ class JournalContents(NamedTuple):
     records: tuple[Record, ...]
     emitted: dict[tuple[Row, int], IntArray]  # by row, and the step in which it was assigned
     decisions: tuple[bool, ...]
+    lookup_hits: tuple[IntArray, ...]
     condition: Condition
     step_bytes: int
 
@@ -118,6 +122,7 @@ def read_journal(path: Path) -> JournalContents:
     records: list[Record] = []
     emitted: dict[tuple[Row, int], IntArray] = {}
     decisions: list[bool] = []
+    hits: list[IntArray] = []
     condition, step_bytes = Condition.CUT_OFF, 0
     while not decoder.at_end:
         start = decoder.position
@@ -130,6 +135,8 @@ def read_journal(path: Path) -> JournalContents:
             emitted[record.row, record.first_step] = record.tokens
         elif isinstance(record, SwapDecisionsRecord):
             decisions += record.decisions
+        elif isinstance(record, LookupHitsRecord):
+            hits.append(record.rows)
         elif isinstance(record, EndOfJournal):
             whole = record.checksum == crc32(data[:start]) and decoder.position == len(data)
             condition = Condition.COMPLETE if whole else Condition.DAMAGED
@@ -137,7 +144,25 @@ def read_journal(path: Path) -> JournalContents:
         else:
             records.append(record)
             step_bytes += decoder.position - start if isinstance(record, PlanRecord | AbsorbRecord) else 0
-    return JournalContents(path, len(data), spec, tuple(records), emitted, tuple(decisions), condition, step_bytes)
+    return JournalContents(
+        path, len(data), spec, tuple(records), emitted, tuple(decisions), tuple(hits), condition, step_bytes
+    )
+
+
+class JournalHits(LookupHits):
+    """The recorded answers, in order."""
+
+    __slots__ = ("_recorded",)
+
+    def __init__(self, recorded: tuple[IntArray, ...]) -> None:
+        self._recorded = iter(recorded)
+
+    def start(self, row: Row, tokens: IntArray, continuation: IntArray) -> None:
+        """Nothing is looked up."""
+
+    def note(self, rows: IndexArray, tokens: IntArray) -> NDArray[np.bool_]:
+        hits: NDArray[np.bool_] = np.isin(rows, next(self._recorded, ()))
+        return hits
 
 
 class Replayer:
@@ -158,6 +183,7 @@ class Replayer:
             raise BrokenJournal(
                 f"{contents.path} has a valid header, but its settings are invalid: {broken}."
             ) from broken
+        self.scheduler.replace_lookup_hits(JournalHits(contents.lookup_hits))
         self._records = iter(contents.records)
         self._emitted = contents.emitted
         self._expected = ExpectedEmitters(spec.max_rows)
