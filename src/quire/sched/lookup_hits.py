@@ -39,7 +39,7 @@ class LookupHits:
         for text in (tokens[-MAX_TEXT:], np.concatenate([tokens[-_CONTEXT:], continuation])):
             if len(text) > _CONTEXT:
                 known = text.astype(np.uint64)
-                keys = _keys(self._salts[row], known[:-2], known[1:-1])
+                keys = _keys(self._salts[row : row + 1], known[:-2], known[1:-1])
                 self._entries[keys >> self._place_shift] = _entries(keys, known[2:])  # of equal keys the last
         self._before[row], self._last[row] = (0, 0, *tokens[-_CONTEXT:].tolist())[-_CONTEXT:]
 
@@ -55,9 +55,7 @@ class LookupHits:
         return hits
 
 
-def _keys(
-    salts: np.uint64 | NDArray[np.uint64], before: NDArray[np.uint64], last: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
+def _keys(salts: NDArray[np.uint64], before: NDArray[np.uint64], last: NDArray[np.uint64]) -> NDArray[np.uint64]:
     first, second, third = _FACTORS
     mixed = (salts * first) ^ (before * second) ^ (last * third)  # modulo 2**64
     keys: NDArray[np.uint64] = (mixed ^ (mixed >> _MIX_SHIFT)) * first
