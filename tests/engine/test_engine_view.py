@@ -2,6 +2,7 @@
 
 import gc
 import json
+import random
 from collections.abc import Callable
 
 from quire.core.ids import RequestId
@@ -72,6 +73,33 @@ def test_a_prompt_of_one_step_is_a_chunk_too() -> None:
     first, second = watched.describe()["steps"]  # type: ignore[misc]
     assert (first["prefills"], first["decodes"]) == ([[0, 9]], [])
     assert (second["prefills"], second["decodes"]) == ([[1, 5]], [0])
+
+
+def test_the_rows_of_a_step_are_those_found_by_looking_at_every_sequence() -> None:
+    num_preemptions = 0
+    for seed in range(12):
+        dice = random.Random(seed)
+        watched = Watched(dice.choice((40, 90)), dice.choice((2, 5, 9)), dice.choice((12, 40)))
+        scheduler, before, number = watched.engine.scheduler, dict[int, int](), 0
+        for _ in range(60):
+            while dice.random() < 0.4:
+                number += 1
+                watched.submit(number, dice.randrange(1, 60), max_tokens=dice.randrange(1, 40))
+            if dice.random() < 0.1:
+                watched.engine.abort(dice.randrange(number + 1))
+            watched.describe(since=10**6)
+            watched.step()
+            running, step = scheduler.running_sequences(), scheduler.last_absorbed
+            chunks = [each for each in running if not each.caught_up or each.id in before or each.assigned_step == step]
+            (noted,) = watched.describe(since=step - 1)["steps"][-1:]  # type: ignore[index]
+            assert noted["decodes"] == sorted(each.row for each in running if each not in chunks)  # type: ignore[type-var]
+            tokens = {
+                each.row: max(each.num_planned - before.get(each.id, each.group.num_cached), 0) for each in chunks
+            }
+            assert dict(noted["prefills"]) == tokens
+            before = {each.id: each.num_planned for each in chunks if not each.caught_up}
+        num_preemptions += scheduler.num_preemptions
+    assert num_preemptions > 0
 
 
 def test_nothing_is_recorded_while_it_is_not_watched() -> None:
@@ -168,7 +196,7 @@ def test_finished_requests_are_freed_without_a_garbage_collection() -> None:
         for number in range(2 * MAX_REMEMBERED):
             watched.submit(number, 3, max_tokens=2)
             watched.step()
-        held = [each for each in gc.get_objects() if isinstance(each, RequestGroup | Sequence)]
+        held = [each for each in gc.get_objects() if type(each) in (RequestGroup, Sequence)]
     finally:
         gc.enable()
     num_open = watched.engine.scheduler.num_running + watched.engine.scheduler.num_waiting

@@ -33,7 +33,8 @@ from tests.sched.test_fault_bisection import Allergic, request_of
 
 # These change nothing that a decision depends on.
 QUERIES = {
-    "explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence", "row_sequences", "running_sequences",
+    "assigned_after", "explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence",
+    "row_sequences", "running_rows", "running_sequences",
 }  # fmt: skip
 # The second hands over sequences that have finished already; the last two are for measurements and for journals.
 UNRECORDED = QUERIES | {"running_groups", "overdue", "replace_speculation", "replace_lookup_hits"}

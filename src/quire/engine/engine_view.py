@@ -10,6 +10,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.ids import Row
 from quire.core.request import RequestGroup, Sequence, SequenceState
@@ -33,7 +34,7 @@ class StepView(NamedTuple):
     end_s: float
     seconds: float
     prefills: tuple[tuple[Row | None, int], ...]  # row and prompt tokens
-    decodes: tuple[Row | None, ...]
+    decodes: NDArray[np.bool_]  # by row; their numbers when they are asked for
     num_preemptions: int
 
 
@@ -53,7 +54,9 @@ class EngineView:
         self._watched_s = watched_s
         self._watched_until_s = -1.0
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS)
-        self._planned: dict[int, int] = {}  # tokens computed of the sequences that are not caught up, by id
+        self._last_noted = -1
+        self._prefilling: list[Sequence] = []  # not caught up after that step
+        self._planned: dict[int, int] = {}  # tokens computed of those, by id
         self._num_preemptions = 0
 
     def note_step(self, started_s: float) -> None:
@@ -62,23 +65,29 @@ class EngineView:
         if now_s > self._watched_until_s:
             return
         scheduler, before = self._engine.scheduler, self._planned
-        running = scheduler.running_sequences()
         step = scheduler.last_absorbed
-        prefilling = [each for each in running if not each.caught_up or each.id in before or each.assigned_step == step]
-        chunked = {each.id for each in prefilling}
-        decodes = tuple([each.row for each in running if each.id not in chunked])
-        prefills = tuple(
-            [(each.row, max(each.num_planned - before.get(each.id, each.group.num_cached), 0)) for each in prefilling]
-        )
-        self._planned = {each.id: each.num_planned for each in prefilling if not each.caught_up}
-        total = scheduler.counters.preemptions
+        # Sequences are looked at if they were incomplete before, or were assigned since then: not all that decode.
+        known = {each.id: each for each in self._prefilling if each.state is SequenceState.RUNNING}
+        known.update((each.id, each) for each in scheduler.assigned_after(self._last_noted))
+        prefilling = [
+            each for each in known.values() if not each.caught_up or each.id in before or each.assigned_step == step
+        ]
+        decoding = scheduler.running_rows()
+        decoding[[each.row for each in prefilling if each.row is not None]] = False
+        prefills = [
+            (each.row, max(each.num_planned - before.get(each.id, each.group.num_cached), 0)) for each in prefilling
+        ]
+        self._prefilling = [each for each in prefilling if not each.caught_up]
+        self._planned = {each.id: each.num_planned for each in self._prefilling}
+        self._last_noted = step
+        total = scheduler.num_preemptions
         self._steps.append(
             StepView(
                 step,
                 now_s,
                 now_s - started_s,
-                prefills,
-                decodes,
+                tuple(prefills),
+                decoding,
                 total - self._num_preemptions,
             )
         )
@@ -90,7 +99,9 @@ class EngineView:
         if now_s > self._watched_until_s:
             self._steps.clear()
             self._planned.clear()
-            self._num_preemptions = self._engine.scheduler.counters.preemptions
+            self._prefilling.clear()
+            self._last_noted = -1
+            self._num_preemptions = self._engine.scheduler.num_preemptions
         self._watched_until_s = now_s + self._watched_s
         scheduler, pool = self._engine.scheduler, self._engine.scheduler.kv.pool
         running = scheduler.running_sequences()
@@ -108,12 +119,16 @@ class EngineView:
             "states": states,
             "owners": owners,
             "rows": [_row(sequence, now_s) for sequence in running],
-            "queue": _queue(scheduler.groups()),
+            "queue": _queue(scheduler.groups()) if scheduler.num_waiting else [],
             "tree": self._tree(),
             "num_nodes": 0 if scheduler.kv.tree is None else scheduler.kv.tree.num_nodes,
             "num_waiting": scheduler.num_waiting,
             "waiting_for": None if scheduler.wait_cause is None else scheduler.wait_cause.value,
-            "steps": [each._asdict() for each in self._steps if each.step > since],
+            "steps": [
+                {**each._asdict(), "decodes": np.flatnonzero(each.decodes).tolist()}
+                for each in self._steps
+                if each.step > since
+            ],
         }
 
     def _tree(self) -> list[NodeView]:
@@ -127,9 +142,10 @@ class EngineView:
         kv = self._engine.scheduler.kv
         states = kv.pool.states()
         owners = np.full(len(states) + 1, _NO_OWNER, dtype=np.int32)
-        for sequence in running:
-            assert sequence.row is not None, sequence
-            owners[kv.tables.of(sequence.row)] = sequence.row
+        rows = [sequence.row for sequence in running if sequence.row is not None]
+        if rows:
+            tables = [kv.tables.of(row) for row in rows]
+            owners[np.concatenate(tables)] = np.repeat(rows, [len(table) for table in tables])
         owners = owners[1:]  # block 0 is the null block
         per_cell = -(-len(states) // MAX_CELLS)
         if per_cell > 1:

@@ -11,9 +11,11 @@ then unfinished prefills in chunks, then newly admitted requests. Up to `depth` 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import FloatArray, IntArray, RequestId, Row
@@ -42,6 +44,7 @@ from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
 from quire.sched.preemption import Preemption
 from quire.sched.reservation import most_blocks
+from quire.sched.rows import NO_SEQUENCE
 from quire.sched.speculation import SpeculationPolicy
 from quire.sched.state import Counters, SchedulerState
 
@@ -266,6 +269,11 @@ class Scheduler:
         counters = self._state.counters
         return replace(counters, paced_steps=dict(counters.paced_steps), accepted_at=list(counters.accepted_at))
 
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start; without a copy of all counters."""
+        return self._state.counters.preemptions
+
     def group(self, request_id: RequestId) -> RequestGroup | None:
         return self._state.groups.get(request_id)
 
@@ -282,6 +290,16 @@ class Scheduler:
     def running_sequences(self) -> list[Sequence]:
         """Those that hold a row and compute, in the order of their assignment."""
         return [each for each in self._state.rows.assigned.values() if each.state is SequenceState.RUNNING]
+
+    def running_rows(self) -> NDArray[np.bool_]:
+        """By row, whether a sequence computes in it: those of `running_sequences`, and preempted ones in flight."""
+        running: NDArray[np.bool_] = self._state.rows.emitter_ids != NO_SEQUENCE
+        return running
+
+    def assigned_after(self, step: int) -> list[Sequence]:
+        """Running sequences that got their rows in a later step. Work in proportion to their number."""
+        latest = takewhile(lambda each: each.assigned_step > step, reversed(self._state.rows.assigned.values()))
+        return [each for each in latest if each.state is SequenceState.RUNNING][::-1]
 
     def is_queued(self, group: RequestGroup) -> bool:
         return group in self._state.waiting
