@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, QueueFull, QuireError
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
+from quire.core.shared_blocks import BlockAddress
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.engine.kv_events import KvEventsConfig
@@ -20,14 +21,19 @@ from quire.engine.messages import (
     Accepted,
     AddRequest,
     Heartbeat,
+    ImportPrefix,
+    LeasePrefix,
     LoadProgress,
+    PromptTransfer,
     Query,
     QueryReply,
     Refused,
+    ReleaseLease,
     RequestOptions,
     StartEngine,
     StopSequence,
 )
+from quire.engine.prefix_transfer import EngineRole, PrefixLease, TransferFailure
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.engine.wire import (
@@ -94,6 +100,7 @@ STEP_OUTPUT = st.builds(
     ),
     st.dictionaries(NUMBER, array(np.float32), max_size=2),
 )
+PROMPT = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 MESSAGES = {
     StartEngine: st.builds(
         StartEngine,
@@ -101,20 +108,34 @@ MESSAGES = {
         st.none() | TEXT,
         st.booleans(),
         st.sampled_from([None, KvEventsConfig(replay_endpoint="tcp://127.0.0.1:5558", topic="kv", rank=1)]),
+        st.none() | TEXT,
+        st.sampled_from(EngineRole),
     ),
     AddRequest: st.builds(
         AddRequest,
         NUMBER,
-        st.lists(st.integers(0, 2**31 - 1), max_size=5),
+        PROMPT,
         st.sampled_from([SamplingParams(), PARAMS]),
         st.lists(st.lists(NUMBER, max_size=2).map(tuple), max_size=2).map(tuple),
         st.builds(RequestOptions, tenant=TEXT, timeout_s=st.none() | st.floats(0, 1e6)),
         st.booleans(),
         st.booleans(),
+        st.none() | st.builds(PromptTransfer, NUMBER, SECONDS, st.none() | st.sampled_from(TransferFailure)),
     ),
     AbortRequest: st.builds(AbortRequest, NUMBER),
     StopSequence: st.builds(StopSequence, NUMBER, NUMBER),
     Query: st.builds(Query, NUMBER, TEXT, NUMBER),
+    LeasePrefix: st.builds(LeasePrefix, NUMBER, TEXT, PROMPT),
+    ReleaseLease: st.builds(ReleaseLease, NUMBER, NUMBER),
+    ImportPrefix: st.builds(
+        ImportPrefix,
+        NUMBER,
+        NUMBER,
+        TEXT,
+        st.integers(-100, 100),
+        PROMPT,
+        st.builds(PrefixLease, st.builds(BlockAddress, *[NUMBER] * 6), TEXT, NUMBER, PROMPT),
+    ),
     StartupPhase: st.builds(StartupPhase, TEXT, SECONDS, TEXT),
     LoadProgress: st.builds(LoadProgress, NUMBER, NUMBER),
     EngineInfo: st.builds(

@@ -34,8 +34,8 @@ def test_other_packages_import_the_manager_and_the_tree_alone() -> None:
         line for path in package.rglob("*.py") if path.parent.name != "kv" for line in path.read_text().splitlines()
     ]
     imported = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) quire\.kv\.(\w+)", line))}
-    # `tree_checks` for `quire check`, `block_events` for those who publish them.
-    assert imported == {"manager", "radix_tree", "tree_checks", "block_events"}
+    # `tree_checks` for `quire check`, `block_events` for those who publish them, `prefix_holds` for its type.
+    assert imported == {"manager", "radix_tree", "tree_checks", "block_events", "prefix_holds"}
 
 
 def test_blocks_are_counted_upwards() -> None:

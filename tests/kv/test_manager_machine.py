@@ -73,7 +73,9 @@ class ManagerMachine(RuleBasedStateMachine):
     # What is obvious.
 
     def held(self) -> set[int]:
-        return {block for row in self.rows for block in self.kv.tables.of(row).tolist()}
+        tables = {block for row in self.rows for block in self.kv.tables.of(row).tolist()}
+        holds = self.kv.holds.held.values()
+        return tables | {block for each in holds for block in (*each.cached.tolist(), *each.room.tolist())}
 
     def available(self) -> int:
         reserved = sum(each.reserved for each in self.rows.values())
@@ -269,12 +271,43 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kv.discard(row, self.rows.pop(row).owner)
         self.complete = False
 
+    @rule(data=st.data(), tokens=TOKENS, partition=st.sampled_from(("", "b")), with_room=st.booleans())
+    def hold(self, data: st.DataObject, tokens: list[int], partition: str, with_room: bool) -> None:
+        """Blocks that another engine reads, or fills."""
+        known = [path for path in self.corpus.get(partition, ()) if path]
+        continues: bool = data.draw(st.booleans())
+        if known and continues:
+            tokens = [*data.draw(st.sampled_from(sorted(known))), *tokens]
+        self.num_served += 1
+        held = self.kv.holds.hold(
+            self.kv, BlockOwner(RequestId(self.num_served), partition, 0), ids(tokens), with_room=with_room
+        )
+        self.watch_evictions()
+        if held is None:
+            return
+        num_blocks = len(tokens) // self.size
+        assert not self.kv.has_moves and len(held.cached) + len(held.room) <= self.kv.pool.num_blocks // 2
+        assert len(held.cached) + len(held.room) == num_blocks if with_room else not len(held.room)
+        self.assert_holds(Tier.DEVICE, held.cached.tolist(), tuple(tokens[: len(held.cached) * self.size]), 0)
+        for position in range(len(held.cached) * self.size, len(held.tokens) if with_room else 0):
+            place = Place(Tier.DEVICE, BlockId(held.room.item(position // self.size - len(held.cached))))
+            block = self.memory.setdefault(place, [None] * self.size)
+            block[position % self.size] = tuple(tokens[: position + 1])
+
+    @rule(data=st.data(), written=st.booleans())
+    @precondition(lambda self: self.kv.holds.held)
+    def end_hold(self, data: st.DataObject, written: bool) -> None:
+        held = self.kv.holds.held[data.draw(st.sampled_from(sorted(self.kv.holds.held)))]
+        self.kv.holds.release(self.kv, held.number, written=written)
+        if written and len(held.room):
+            self.corpus.setdefault(held.owner.partition, set()).add(tuple(held.tokens.tolist()))
+
     @rule()
     def reset(self) -> None:
         num_free = self.kv.pool.num_free
         self.kv.reset_cache()
         self.complete = False
-        if not self.rows:
+        if not self.rows and not self.kv.holds.held:
             assert self.kv.pool.num_free == self.kv.pool.num_in_service >= num_free
             self.corpus.clear()
             self.complete = self.kv.tree is None or not self.kv.tree.num_evicted
@@ -305,6 +338,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for row, each in self.rows.items():
             self.kv.close(row, each.owner, ids(each.tokens))
         self.rows.clear()
+        self.kv.holds.release_all(self.kv)
         self.launch()
         self.agrees()
         self.kv.reset_cache()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
+from quire.core.shared_blocks import PeerBlocks, SharedBlocks
 from quire.models.interface import KvGeometry
 from quire.runner.kv_store import KvStores, new_store
 from quire.runner.warmup import measure_transfer
@@ -74,3 +75,17 @@ def test_the_cost_of_a_copy_is_seconds_per_block_and_the_device_keeps_its_own() 
     ticks = count(step=16.0)  # seconds between two looks at the clock: out and back of four blocks
     assert measure_transfer(stores, lambda: next(ticks)) == 2.0
     assert values(stores.device) == [0, 1, 2, 3, 4, 5]
+
+
+def test_blocks_in_shared_memory_are_copied_by_another_store() -> None:
+    """What a prefill engine writes and a decode engine reads."""
+    shared = SharedBlocks(6, GEOMETRY.block_bytes(4))
+    theirs, own = new_store(GEOMETRY, 5, 4, CPU, shared=shared), filled()
+    for block in range(6):
+        theirs.device[block] = 100 + block
+    lease = shared.grant()
+    assert lease is not None and theirs.shared is shared and own.shared is None
+    PeerBlocks(lease, own.block_bytes).copy([5, 2], [1, 4])
+    assert values(own.device) == [0, 105, 2, 3, 102, 5]
+    assert values(theirs.device) == [100, 101, 102, 103, 104, 105]
+    shared.close()

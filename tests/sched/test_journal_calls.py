@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.codec import RecordDecoder, RecordEncoder
-from quire.core.ids import SequenceId
-from quire.core.request import BeamParams, SequenceState
+from quire.core.ids import RequestId, SequenceId
+from quire.core.request import BeamParams, BlockOwner, SequenceState
 from quire.core.step import FinishReason
 from quire.sched.audit import audit_rest
 from quire.sched.journal.recorder import JournaledScheduler
@@ -22,6 +22,7 @@ from quire.sched.journal.records import (
     Record,
     RecordKind,
     RecordReader,
+    ReleaseRecord,
     RestrictRecord,
     StopRecord,
 )
@@ -97,6 +98,15 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
                 reason = dice.choice([FinishReason.FAILED, FinishReason.STOP])
                 if ended is not None:
                     dice.choice([scheduler.conclude, scheduler.finish])(ended, reason)
+            if dice.random() < 0.2:
+                prompt = request_of(dice.randrange(12), 20, 1, 1, None).prompt
+                owner = BlockOwner(RequestId(100), "", 0)
+                held = scheduler.hold_prefix(owner, prompt, with_room=False)
+                scheduler.hold_prefix(owner, prompt[:9], with_room=True)
+                if held is not None:
+                    scheduler.release_prefix(held.number, written=False)
+        for number in tuple(scheduler.kv.holds.held):
+            scheduler.release_prefix(number, written=True)
         audit_rest(scheduler)
         scheduler.journal.close()
         report = replay(tmp_path / "journal")
@@ -126,6 +136,7 @@ def test_a_sequence_may_be_ended_for_any_reason(reason: FinishReason) -> None:
         (ConcludeRecord(SequenceId(1), FinishReason.NOTHING_LEFT), b"\x0f\x01\x07"),
         (ExpectRecord(SequenceId(2), 300, 5), b"\x13\x02\xac\x02\x05"),
         (FailRecord(request_of(7, 1, 1, 1, None).id), b"\x10\x07"),
+        (ReleaseRecord(3, True), b"\x16\x03\x01"),
         (RestrictRecord(None), b"\x11\x00"),
         (RestrictRecord(frozenset()), b"\x11\x01\x00\x01"),
         (RestrictRecord(frozenset({9, 4})), b"\x11\x01\x02\x01\x04\x09"),

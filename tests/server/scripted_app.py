@@ -22,12 +22,13 @@ from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, Reques
 from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.admission import AdmissionControl
 from quire.server.app import make_app
-from quire.server.async_engine import AsyncEngine, RequestStream
+from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel, ServerState
 from quire.server.engine_supervisor import Supervisor
 from quire.server.http.auth import KeyRing
 from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
+from quire.server.request_stream import RequestStream
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import Accepted
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import EngineInfo, MemoryUsage
-from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, RequestStream
+from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine
+from quire.server.request_stream import RequestStream
 
 INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64)

@@ -28,8 +28,9 @@ from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
 from quire.server import engine_supervisor as supervising
-from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting, RequestStream
+from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting
 from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.request_stream import RequestStream
 from quire.sim.scripted_runner import counted
 from tests import children
 from tests.tiers import long_only

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from quire.server import async_engine, context
-from quire.server.async_engine import _scored_bytes
 from quire.server.context import TextThreads
 from quire.server.fair_shares import ResponseBytes
+from quire.server.request_stream import _scored_bytes
 from tests.server.local_server import LocalServer
 from tests.server.many_clients import fetch_all, request
 from tests.server.scripted_servers import check_control, completion_body, scripted_here

@@ -22,9 +22,11 @@ from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.outputs import RequestOutput
-from quire.server.async_engine import AsyncEngine, EngineLost, RequestStream
+from quire.server.async_engine import AsyncEngine, EngineLost
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.replicas import CHUNK_TOKENS, PrefixRouter, ReplicaSupervisor, ReplicatedEngine, prefix_hashes
+from quire.server.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
+from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
+from quire.server.request_stream import RequestStream
 from tests.clients.client_server import SMALL, scripted
 
 LINES = """{"step_ms": 2}
@@ -194,6 +196,13 @@ def test_a_server_with_replicas_keeps_conversations_and_balances(tmp_path: Path,
 
 
 def test_replicas_are_of_one_model() -> None:
-    given = {"aliases": (), "otlp_endpoint": None, "kv_events": None, "record": None, "replicas": 2}
+    given = {
+        "aliases": (),
+        "otlp_endpoint": None,
+        "kv_events": None,
+        "record": None,
+        "replicas": 2,
+        "prefill_engines": 0,
+    }
     with pytest.raises(ConfigError, match="--replicas is for one model"):
         check_several(None, given, [ModelTable("a", {}, False, {})])

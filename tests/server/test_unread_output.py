@@ -15,8 +15,9 @@ from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import Accepted
 from quire.engine.outputs import Delta, RequestOutput
-from quire.server import async_engine
-from quire.server.async_engine import AsyncEngine, RequestStream, SlowReader
+from quire.server import async_engine, request_stream
+from quire.server.async_engine import AsyncEngine, SlowReader
+from quire.server.request_stream import RequestStream
 from tests.server.many_clients import request
 from tests.server.scripted_servers import check_control, completion_body, scripted_here
 from tests.server.server_process import load, wait_until, wait_until_at_rest
@@ -24,7 +25,7 @@ from tests.server.test_async_engine import INFO
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10_000)
 NUM_KEPT = 50  # tokens that the patched limit allows
-STREAM_BYTES = NUM_KEPT * async_engine._TOKEN_BYTES
+STREAM_BYTES = NUM_KEPT * request_stream._TOKEN_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -170,6 +170,9 @@ _SERVING = (
     click.option("--replicas", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N",
                  help="Engines of the same model behind this server; a request goes where its prompt is cached, or to "
                  "the one with fewest requests."),
+    click.option("--prefill-engines", type=click.IntRange(0, 64), default=0, show_default=True, metavar="N",
+                 help="Further engines that compute long prompts for the others, which copy their KV blocks "
+                 "(prefill/decode split). So far on CPUs."),
     click.option("--kv-events-config", "kv_events", metavar="JSON",
                  help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
                  '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),

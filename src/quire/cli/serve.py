@@ -109,6 +109,8 @@ def _serve_one(
 
     def report_ready(served: "ServedModel", info: "EngineInfo") -> None:
         say(f"  {'chat':<20}{chat_support(served)}")
+        if server_config.prefill_engines:
+            say(f"  {'split':<20}{_describe_split(server_config)}")
         announce()
 
     tracing = open_tracer(given["otlp_endpoint"])
@@ -171,7 +173,15 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         kv_events=read_kv_events(given.get("kv_events")),
         replicas=given.get("replicas") or 1,
         journal=None if given.get("record") is None else str(Path(given["record"]).absolute()),
+        prefill_engines=given.get("prefill_engines") or 0,
     )
+
+
+def _describe_split(config: "ServerConfig") -> str:
+    from quire.server.prefill_decode import MIN_SPLIT_TOKENS
+
+    counts = f"{config.prefill_engines} prefill and {config.replicas} decode engines"
+    return f"{counts} · prompts of {MIN_SPLIT_TOKENS} or more uncached tokens are computed by the former"
 
 
 def chat_support(served: "ServedModel") -> str:

@@ -17,7 +17,16 @@ from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
 from quire.engine.build_ranks import RankCheck, TensorParallelRanks
-from quire.engine.build_runner import DTYPES, allocate_weights, choose_dtype, choose_kernels, make_runner, make_stores
+from quire.engine.build_runner import (
+    DTYPES,
+    allocate_weights,
+    block_layout,
+    check_role,
+    choose_dtype,
+    choose_kernels,
+    make_runner,
+    make_stores,
+)
 from quire.engine.build_scheduler import (
     captured_sizes,
     first_costs,
@@ -30,6 +39,7 @@ from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import GIB, MachineInfo, ResolvedConfig, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
@@ -125,6 +135,7 @@ def build(
     opened: OpenedModel | None = None,
     planted_drafts: bool = False,
     journal: BinaryIO | None = None,
+    role: EngineRole = EngineRole.WHOLE,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
@@ -132,9 +143,7 @@ def build(
     ITL target. `opened`: the model, if found before; `journal`: where the calls of the scheduler are recorded.
     """
     reporter = reporter or StartupReporter()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
+    device = _choose_device(config, role)
     precompilation = _start_precompilation(device, reporter)
     opened = opened or open_model(config, reporter.fetching)
     name, checkpoint, tokenizer = opened
@@ -156,7 +165,7 @@ def build(
     usage = _weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
-    stores = make_stores(model, resolved, choice, device)
+    stores = make_stores(model, resolved, choice, device, role)
     runner = make_runner(model, stores, resolved, choice, serving, planted_drafts)
     reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
     if precompilation is not None:
@@ -170,10 +179,25 @@ def build(
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
+    _connect(engine, role, stores, name, usage)
     memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
     reporter.done("memory", memory.describe(resolved.tensor_parallel_size))
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
+
+
+def _choose_device(config: EngineConfig, role: EngineRole) -> torch.device:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = pick_device(config.device)
+    check_role(role, config, device)
+    return device
+
+
+def _connect(engine: Engine, role: EngineRole, stores: KvStores, name: str, usage: WeightUsage) -> None:
+    """Let a prefill engine lease its blocks, and a decode engine copy those of others."""
+    if role is not EngineRole.WHOLE:
+        engine.connect(block_layout(name, stores, usage.name), stores.shared or stores.block_bytes)
 
 
 def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:

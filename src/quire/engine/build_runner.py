@@ -1,12 +1,17 @@
 """From a model's file to what a rank runs: kernels, weights and a runner. An engine without ranks is one rank."""
 
+import hashlib
+import os
+
 import torch
 
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.sharding import WHOLE, Shard
+from quire.core.shared_blocks import SharedBlocks
 from quire.engine.machine import inspect
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
@@ -54,9 +59,63 @@ def choose_kernels(
     return choice
 
 
-def make_stores(model: Decoder, resolved: ResolvedConfig, choice: KernelChoice, device: torch.device) -> KvStores:
-    num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
-    return new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
+def make_stores(
+    model: Decoder,
+    resolved: ResolvedConfig,
+    choice: KernelChoice,
+    device: torch.device,
+    role: EngineRole = EngineRole.WHOLE,
+) -> KvStores:
+    """Other engines read the blocks of a prefill engine, so these are in shared memory."""
+    return new_store(
+        model.kv_geometry,
+        resolved.num_blocks,
+        resolved.block_size,
+        device,
+        resolved.num_host_blocks,
+        choice.copy_blocks,
+        shared=_share_blocks(model, resolved) if role is EngineRole.PREFILL else None,
+    )
+
+
+def _share_blocks(model: Decoder, resolved: ResolvedConfig) -> SharedBlocks:
+    """With the null block."""
+    block_bytes = model.kv_geometry.block_bytes(resolved.block_size)
+    try:
+        return SharedBlocks(resolved.num_blocks + 1, block_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"No shared memory for a KV cache of {resolved.num_blocks} blocks "
+            f"({block_bytes * resolved.num_blocks} bytes): {error}; use a smaller --kv-cache-memory.",
+            param="kv_cache_memory",
+        ) from error
+
+
+def check_role(role: EngineRole, config: EngineConfig, device: torch.device) -> None:
+    """Before the weights are loaded."""
+    if role is EngineRole.WHOLE:
+        return
+    if device.type != "cpu":
+        raise ConfigError(
+            f"--prefill-engines shares KV blocks of CPU memory so far, and the device is {device.type}; omit it, or "
+            f"use --device cpu.",
+            param="prefill_engines",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--prefill-engines copies whole KV blocks, and --tensor-parallel-size {config.tensor_parallel_size} "
+            f"divides them; omit one of them.",
+            param="prefill_engines",
+        )
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("--prefill-engines shares memory as Linux does; omit it here.", param="prefill_engines")
+
+
+def block_layout(name: str, stores: KvStores, weights: str) -> str:
+    """A hash of what the bytes of a block are: of engines with the same, one reads the blocks of the other."""
+    store = stores.device
+    layout = (name, weights, str(store.dtype), tuple(store.shape[1:]))
+    return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
 
 
 def make_runner(

@@ -6,15 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import IntArray, RequestId
-from quire.core.request import RequestGroup, Sequence
+from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence
 from quire.core.sampling import MAX_SEED, Grammar
+from quire.core.shared_blocks import PeerBlocks, SharedBlocks
 from quire.core.step import FinishReason, Runner
 from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.messages import Accepted, AddRequest
+from quire.engine.prefix_transfer import PrefixExports, PrefixImports
 from quire.engine.request_validator import RequestValidator
 from quire.runner.graph_shapes import LaunchCounts
 from quire.sched.explain import Explanation, SlowSteps
@@ -84,6 +87,8 @@ class Engine:
         self._groups: dict[RequestId, RequestGroup] = {}  # those in the scheduler and the latest that were, by arrival
         self._failure: str | None = None
         self._preparing = preparing
+        self.exports: PrefixExports | None = None  # of a prefill engine
+        self.imports: PrefixImports | None = None  # of a decode engine
         self.num_sampled = 0  # tokens of continuations; those of beams when their search ends
 
     def submit(self, message: AddRequest) -> Accepted:
@@ -101,6 +106,10 @@ class Engine:
         group = self.scheduler.add(request, now_s)[0].group
         if matchers and self.grammars is not None:
             self.grammars.begin(group, matchers)
+        if message.transfer is not None:
+            num_copied, why = message.transfer.num_tokens, message.transfer.text
+            step = self.scheduler.last_planned + 1
+            group.note(RequestEvent(step, EventKind.TRANSFERRED, num_copied, detail=why))
         self._groups[request.id] = group
         if len(self._groups) > MAX_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
             oldest = next(name for name in self._groups if self.scheduler.group(name) is None)
@@ -114,6 +123,14 @@ class Engine:
                 param="grammar",
             )
         self.grammars.prepare(grammar)
+
+    def connect(self, layout: str, blocks: SharedBlocks | NDArray[np.uint8]) -> None:
+        """Lease prefixes in these shared blocks to other engines; or copy those of other engines into these blocks,
+        [blocks, bytes]."""
+        if isinstance(blocks, SharedBlocks):
+            self.exports = PrefixExports(self.scheduler, blocks, layout, self.clock)
+        else:
+            self.imports = PrefixImports(self.scheduler, layout, lambda address: PeerBlocks(address, blocks))
 
     def explain(self, request_id: RequestId) -> Explanation:
         """What happened to a request that is open, or among the latest finished ones."""

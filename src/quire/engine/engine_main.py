@@ -69,11 +69,11 @@ def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, Engin
     if start.script is not None:
         from quire.engine.scripted_engine import build_scripted
 
-        return build_scripted(start.config, Path(start.script), reporter, journal)
+        return build_scripted(start.config, Path(start.script), reporter, journal, start.role)
     with gc_frozen_imports():
         from quire.engine.build import build
 
-    built = build(start.config, reporter, serving=start.serving, journal=journal)
+    built = build(start.config, reporter, serving=start.serving, journal=journal, role=start.role)
     return built.engine, built.info
 
 

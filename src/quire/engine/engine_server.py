@@ -17,11 +17,26 @@ from typing import TYPE_CHECKING, Protocol
 from quire.core.errors import EngineFailed, QuireError, RequestFailed
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import RequestId
+from quire.core.request import BlockOwner
 from quire.core.sampling import Grammar
 from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
 from quire.engine.engine_view import EngineView
-from quire.engine.messages import AbortRequest, AddRequest, Heartbeat, Query, QueryReply, Refused, StopSequence
+from quire.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Heartbeat,
+    ImportPrefix,
+    ImportReply,
+    LeasePrefix,
+    LeaseReply,
+    Query,
+    QueryReply,
+    Refused,
+    ReleaseLease,
+    StopSequence,
+)
+from quire.engine.prefix_transfer import TransferFailed, TransferFailure
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 from quire.kv.block_events import BlockEvent
@@ -85,6 +100,7 @@ class EngineServer:
                     self._step()
                 else:
                     self._engine.prepare()
+                self._move_prefixes()
                 if self._publisher is not None:
                     self._publish_events(self._publisher)
                 self._send_stats()
@@ -96,6 +112,34 @@ class EngineServer:
                 self._publisher.close()
             if isinstance(self._engine.scheduler, JournaledScheduler):
                 self._engine.scheduler.journal.close()
+
+    def _move_prefixes(self) -> None:
+        """Between two steps: copy some blocks of another engine, and end leases whose time is over."""
+        if self._engine.exports is not None:
+            self._engine.exports.expire()
+        done = None if self._engine.imports is None else self._engine.imports.advance()
+        if done is not None:
+            reply = ImportReply(done.num_tokens, done.num_bytes, done.failure)
+            self._send(QueryReply(done.token, as_json(reply)))
+
+    def _lease(self, message: LeasePrefix) -> None:
+        reply = LeaseReply(failure=TransferFailure.NOT_CACHED)
+        if self._engine.exports is not None:
+            try:
+                reply = LeaseReply(self._engine.exports.lease(message.partition, message.prompt))
+            except TransferFailed as failed:
+                reply = LeaseReply(failure=failed.reason)
+        self._send(QueryReply(message.token, as_json(reply)))
+
+    def _import(self, message: ImportPrefix) -> None:
+        """The reply follows when all is copied."""
+        owner = BlockOwner(RequestId(message.number), message.partition, message.priority)
+        try:
+            if self._engine.imports is None:
+                raise TransferFailed(TransferFailure.LAYOUT)
+            self._engine.imports.begin(message.token, owner, message.prompt, message.lease)
+        except TransferFailed as failed:
+            self._send(QueryReply(message.token, as_json(ImportReply(failure=failed.reason))))
 
     def _publish_events(self, publisher: EventPublisher) -> None:
         tree = self._engine.scheduler.kv.tree
@@ -141,7 +185,8 @@ class EngineServer:
 
     def _read(self) -> None:
         """Handle every message that has arrived; when idle, wait for one until the next statistics."""
-        timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared else 0.0
+        copies = self._engine.imports is not None and not self._engine.imports.idle
+        timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared and not copies else 0.0
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
             timeout_s = 0.0
             if self._woken in ready:
@@ -182,6 +227,13 @@ class EngineServer:
                 self._engine.abort(message.number)
             case StopSequence():
                 self._engine.stop(message.number, message.continuation)
+            case LeasePrefix():
+                self._lease(message)
+            case ReleaseLease():
+                if self._engine.exports is not None:
+                    self._engine.exports.release(message.slot, message.generation)
+            case ImportPrefix():
+                self._import(message)
             case Query():
                 self._send(QueryReply(message.token, self._reply(message)))
             case _:

@@ -12,6 +12,7 @@ from quire.core.request import partition_name
 from quire.core.sampling import SamplingParams
 from quire.core.validation import check_float, check_int, convert_numpy
 from quire.engine.kv_events import KvEventsConfig
+from quire.engine.prefix_transfer import EngineRole, PrefixLease, TransferFailure
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # lower comes first
 MAX_NAME_CHARACTERS = 256
@@ -92,6 +93,19 @@ class StartEngine(NamedTuple):
     serving: bool = True  # False: offline, no client waits for its next token
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
     journal: str | None = None  # the path of a journal to be recorded
+    role: EngineRole = EngineRole.WHOLE
+
+
+class PromptTransfer(NamedTuple):
+    """What came of computing a prompt in another engine; for `explain`."""
+
+    num_tokens: int = 0  # copied
+    seconds: float = 0.0  # from the request to the end of the copy
+    failure: TransferFailure | None = None  # why the prompt is computed here
+
+    @property
+    def text(self) -> str:
+        return "" if self.failure is None else self.failure.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,7 @@ class AddRequest:
     options: RequestOptions = DEFAULT_OPTIONS
     pooled: bool = False  # the output is an embedding, without tokens
     without_tokens: bool = False  # the output is the prompt's scores: one token is computed and not read
+    transfer: PromptTransfer | None = None  # its prompt was sent to a prefill engine before
 
     @property
     def prompt_alone(self) -> bool:
@@ -129,6 +144,43 @@ class Query(NamedTuple):
     token: int
     what: str
     number: int = 0
+
+
+class LeasePrefix(NamedTuple):
+    """Lease what is cached of a prompt; a `LeaseReply` in JSON has the same token."""
+
+    token: int
+    partition: str
+    prompt: list[int]
+
+
+class ReleaseLease(NamedTuple):
+    """The leased blocks are no longer needed. A lease that has ended is ignored."""
+
+    slot: int
+    generation: int
+
+
+class ImportPrefix(NamedTuple):
+    """Copy leased blocks into the prefix cache; an `ImportReply` in JSON has the same token."""
+
+    token: int
+    number: int  # the request that needs them
+    partition: str
+    priority: int
+    prompt: list[int]
+    lease: PrefixLease
+
+
+class LeaseReply(NamedTuple):
+    lease: PrefixLease | None = None
+    failure: TransferFailure | None = None
+
+
+class ImportReply(NamedTuple):
+    num_tokens: int = 0  # copied; those that were cached before are not counted
+    num_bytes: int = 0
+    failure: TransferFailure | None = None
 
 
 # Engine to front. So are `StepOutput`, `StartupPhase`, `EngineInfo` (when ready) and `EngineStats`.

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, NoTokenizer
 from quire.core.ids import IntArray
+from quire.core.shared_blocks import SharedBlocks
 from quire.engine.build_scheduler import make_grammars, make_scheduler, make_validator
 from quire.engine.engine import Engine
 from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import MachineInfo, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage
@@ -40,7 +43,11 @@ class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_scripted(
-    config: EngineConfig, path: Path, watch: StartupReporter, journal: BinaryIO | None = None
+    config: EngineConfig,
+    path: Path,
+    watch: StartupReporter,
+    journal: BinaryIO | None = None,
+    role: EngineRole = EngineRole.WHOLE,
 ) -> tuple[Engine, EngineInfo]:
     """The engine, with the tokenizer, template and context of the model that was named."""
     opened = open_model(config, watch.fetching, scripted=True)
@@ -63,6 +70,9 @@ def build_scripted(
         clock=time.monotonic,
         grammars=make_grammars(opened, spec.vocab_size),
     )
+    if role is not EngineRole.WHOLE:  # blocks without bytes: the leases and their ends are real
+        own = SharedBlocks(1, 0) if role is EngineRole.PREFILL else np.zeros((1, 0), dtype=np.uint8)
+        engine.connect(f"script of {opened.name}", own)
     info = EngineInfo(
         name=opened.name,
         max_model_len=resolved.max_model_len,

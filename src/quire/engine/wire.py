@@ -19,10 +19,13 @@ from quire.engine.messages import (
     Accepted,
     AddRequest,
     Heartbeat,
+    ImportPrefix,
+    LeasePrefix,
     LoadProgress,
     Query,
     QueryReply,
     Refused,
+    ReleaseLease,
     StartEngine,
     StopSequence,
 )
@@ -33,7 +36,7 @@ MAX_FRAME_BYTES = 256 << 20
 _LENGTH_BYTES = 4
 _HEADER_BYTES = _LENGTH_BYTES + 1
 
-ToEngine = StartEngine | AddRequest | AbortRequest | StopSequence | Query
+ToEngine = StartEngine | AddRequest | AbortRequest | StopSequence | Query | LeasePrefix | ReleaseLease | ImportPrefix
 ToFront = (
     StartupPhase | LoadProgress | EngineInfo | Refused | Accepted | StepOutput | EngineStats | QueryReply | Heartbeat
 )

@@ -19,6 +19,7 @@ from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMiss, CacheMissKind
+from quire.kv.prefix_holds import PrefixHolds
 from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
@@ -100,8 +101,8 @@ def count_blocks(num_positions: int, block_size: int) -> int:
 class KVManager:
     """The block tables of all rows over one pool, and the prefix tree."""
 
-    __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "host", "num_reserved", "pool", "resident_limit",
-                 "step", "tables", "tree")  # fmt: skip
+    __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "holds", "host", "num_reserved", "pool",
+                 "resident_limit", "step", "tables", "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class KVManager:
         self._worth_keeping = worth_keeping  # whether promoting positions [start, stop) is cheaper than computing them
         self._rows = [RowBlocks() for _ in range(max_rows)]
         self._moves: list[Move] = []
+        self.holds = PrefixHolds()
 
     @property
     def num_available(self) -> int:
@@ -321,8 +323,14 @@ class KVManager:
     def invalidate(self) -> None:
         """The device's memory is lost: drop all copies and prefixes. No row may be open."""
         assert not self.tables.lengths.any(), "invalidate() with open tables"
+        self.holds.release_all(self)
         self._moves.clear()
         self.reset_cache()
+
+    def take_room(self, count: int) -> IntArray:
+        """Allocate available blocks that no row gets. No block is demoted for them, so none of them is to be copied."""
+        self._make_free(count, None, demoting=False)
+        return self.pool.take(count)
 
     def shrink(self, count: int) -> int:
         """Take up to `count` available blocks out of service for good; how many there were."""
@@ -365,9 +373,12 @@ class KVManager:
         return self._worth_keeping(max(stop - num_blocks * self.block_size, 0), stop)
 
     def audit(self, *, tree: bool = True) -> None:
-        """References match the tables, no block is twice in a table, reservations add up and can be met."""
+        """References match the tables and holds, no block is twice in one, reservations add up and can be met."""
         self.pool.audit()
         readers = [0] * (self.pool.num_blocks + 1)
+        for held in self.holds.held.values():
+            for block in (*held.cached.tolist(), *held.room.tolist()):
+                readers[block] += 1
         for row, length in enumerate(self.tables.lengths.tolist()):
             if length:
                 blocks = self.tables.of(Row(row)).tolist()

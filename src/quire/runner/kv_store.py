@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.moves import Move, MoveRun, Tier, runs
+from quire.core.shared_blocks import SharedBlocks
 from quire.kernels.transfers import upload_integers
 from quire.models.interface import KvGeometry
 
@@ -20,16 +22,29 @@ CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targ
 class KvStores:
     """One tensor per tier. Block 0 of each is the null block, which no pool owns."""
 
-    __slots__ = ("_copy_blocks", "device", "host")
+    __slots__ = ("_copy_blocks", "device", "host", "shared")
 
-    def __init__(self, device: Tensor, host: Tensor | None = None, copy_blocks: CopyBlocks | None = None) -> None:
+    def __init__(
+        self,
+        device: Tensor,
+        host: Tensor | None = None,
+        copy_blocks: CopyBlocks | None = None,
+        shared: SharedBlocks | None = None,
+    ) -> None:
         self.device = device  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
         self.host = host  # [host blocks + 1, …], pinned if the device is not the CPU
+        self.shared = shared  # other engines map the device's store, on a CPU
         self._copy_blocks = copy_blocks  # inside the device's store; None: block by block
 
     @property
     def block_size(self) -> int:
         return self.device.shape[3]
+
+    @property
+    def block_bytes(self) -> NDArray[np.uint8]:
+        """The blocks of a store on the CPU: [blocks + 1, bytes], the same memory."""
+        blocks: NDArray[np.uint8] = self.device.view(len(self.device), -1).view(torch.uint8).numpy()
+        return blocks
 
     def carry(self, moves: Iterable[Move]) -> None:
         """Copy blocks in the order of the moves. Does not synchronise."""
@@ -59,12 +74,17 @@ def new_store(
     device: torch.device,
     num_host_blocks: int = 0,
     copy_blocks: CopyBlocks | None = None,
+    shared: SharedBlocks | None = None,
 ) -> KvStores:
-    """Allocate, uninitialised: no slot is read before it was written."""
+    """Allocate, uninitialised: no slot is read before it was written. `shared`: the memory of the device's store, on a
+    CPU, instead of memory of its own."""
     block_bytes = geometry.block_bytes(block_size)
     shape = geometry.store_shape(num_blocks + 1, block_size)
     try:
-        store = torch.empty(shape, dtype=geometry.dtype, device=device)
+        if shared is not None:
+            store = torch.from_numpy(shared.blocks).view(geometry.dtype).view(shape)
+        else:
+            store = torch.empty(shape, dtype=geometry.dtype, device=device)
     except RuntimeError as error:  # what torch's allocators raise, torch.OutOfMemoryError included
         raise ConfigError(
             f"Not enough memory for a KV cache of {num_blocks} blocks ({block_bytes * num_blocks} bytes); "
@@ -72,7 +92,7 @@ def new_store(
             param="kv_cache_memory",
         ) from error
     if num_host_blocks == 0:
-        return KvStores(store, copy_blocks=copy_blocks)
+        return KvStores(store, copy_blocks=copy_blocks, shared=shared)
     shape = geometry.store_shape(num_host_blocks + 1, block_size)
     try:
         host = torch.empty(shape, dtype=geometry.dtype, pin_memory=device.type == "cuda")
@@ -81,4 +101,4 @@ def new_store(
             f"Not enough host memory for {num_host_blocks} swapped KV blocks "
             f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
         ) from error
-    return KvStores(store, host, copy_blocks)
+    return KvStores(store, host, copy_blocks, shared)

@@ -153,6 +153,14 @@ class Shortfall(NamedTuple):
     evicted_for: RequestId | None
 
 
+class Transfer(NamedTuple):
+    """The prompt was sent to a prefill engine: tokens copied from there, or why the prompt was computed here."""
+
+    step: int
+    num_tokens: int
+    failure: str
+
+
 class Fork(NamedTuple):
     """Several sequences share the tokens of the prompt, or of a beam."""
 
@@ -194,6 +202,7 @@ class Explanation:
     slow_steps: SlowSteps = NO_SLOW_STEPS
     num_drafted: int = 0  # drafts verified
     num_accepted: int = 0
+    transfer: Transfer | None = None
 
     def running_steps(self, now_step: int) -> range:
         """From the first admission to the end, or to `now_step`."""
@@ -207,6 +216,8 @@ class Explanation:
     def lines(self) -> tuple[str, ...]:
         """One line of text per event, by step."""
         lines = [(self.arrived_step, 0, f"request {self.request} arrived with {_tokens(self.num_prompt)}")]
+        if self.transfer is not None:
+            lines.append((self.transfer.step, 1, _transfer_text(self.transfer)))
         lines += [(wait.start, 1, _wait_text(wait)) for wait in self.waits]
         lines += [
             (start.step, 2, f"admitted with {_tokens(start.num_found)} from the cache") for start in self.admissions
@@ -233,6 +244,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
     arrived = next(event for event in events if event.what is EventKind.ARRIVED)
     missed = next((event for event in events if event.what is EventKind.MISSED), None)
     ended = next((event for event in events if event.what is EventKind.FINISHED), None)
+    copied = next((event for event in events if event.what is EventKind.TRANSFERRED), None)
     admitted = next((event.step for event in events if event.what is EventKind.ADMITTED), None)
     first_step = next((event.step for event in events if event.what is EventKind.FIRST_TOKEN), None)
     paced = {} if admitted is None or first_step is None else wait_history.bounds(admitted, first_step + 1)
@@ -252,6 +264,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         ending=None if ended is None else Finish(ended.step, ended.detail),
         num_drafted=group.num_drafted,
         num_accepted=group.num_accepted,
+        transfer=None if copied is None else Transfer(copied.step, copied.tokens, copied.detail),
     )
 
 
@@ -350,6 +363,12 @@ def _slow_text(slow: SlowSteps) -> str:
 def _shortfall_text(shortfall: Shortfall) -> str:
     evictor = "" if shortfall.evicted_for is None else f" for request {shortfall.evicted_for}"
     return f"{_tokens(shortfall.num_tokens)} were not cached: {shortfall.why}{evictor}"
+
+
+def _transfer_text(transfer: Transfer) -> str:
+    if transfer.failure:
+        return f"the prompt is computed here, and not copied from a prefill engine: {transfer.failure}"
+    return f"{_tokens(transfer.num_tokens)} were computed by a prefill engine and copied"
 
 
 def _interruption_text(each: Interruption) -> str:

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import FloatArray, IntArray, RequestId, Row
-from quire.core.request import EventKind, Request, RequestEvent, RequestGroup, Sequence, SequenceState, WaitCause
+from quire.core.request import (
+    BlockOwner,
+    EventKind,
+    Request,
+    RequestEvent,
+    RequestGroup,
+    Sequence,
+    SequenceState,
+    WaitCause,
+)
 from quire.core.step import (
     Candidates,
     ChunkOutput,
@@ -34,6 +43,7 @@ from quire.core.step import (
 )
 from quire.core.step_output import DraftCounts, FinishedSequence, FirstToken, StepOutput
 from quire.kv.manager import KVManager
+from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.admission import Admission
 from quire.sched.batching import StepBatcher
 from quire.sched.beam_search import BeamUpdate
@@ -146,6 +156,17 @@ class Scheduler:
     def drain(self) -> None:
         """Accept no new requests; finish those accepted."""
         self.draining = True
+
+    # Prefixes that are copied from or to another engine.
+
+    def hold_prefix(self, owner: BlockOwner, tokens: IntArray, *, with_room: bool) -> HeldPrefix | None:
+        """Hold the cached blocks of some tokens, and with room for the others, until `release_prefix`."""
+        return self.kv.holds.hold(self.kv, owner, tokens, with_room=with_room)
+
+    def release_prefix(self, number: int, *, written: bool) -> None:
+        """End a hold, unless a failure has ended it. `written`: its room is filled, and cached from now on."""
+        if number in self.kv.holds.held:
+            self.kv.holds.release(self.kv, number, written=written)
 
     # One step.
 

@@ -24,9 +24,13 @@ from quire.engine.messages import (
     AbortRequest,
     Accepted,
     Heartbeat,
+    ImportPrefix,
+    LeasePrefix,
+    PromptTransfer,
     Query,
     QueryReply,
     Refused,
+    ReleaseLease,
     RequestOptions,
     StopSequence,
     SubmitOptions,
@@ -38,16 +42,13 @@ from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront
 from quire.server.fair_shares import ResponseBytes
 from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
+from quire.server.request_stream import PendingOutput, RequestStream
 from quire.text.tokenizer import Tokenizer
-
-StreamItem = Delta | RequestOutput
-
 
 MAX_UNREAD_BYTES = 8 << 20  # of one stream: 200,000 tokens, or 8,000 with five log-probabilities each
 MAX_ALL_UNREAD_BYTES = 64 << 20
 MAX_KEPT_BYTES = 128 << 20  # log-probabilities of one response: 48,000 tokens with 20 each, 250,000 with one
 MAX_ALL_KEPT_BYTES = 256 << 20
-_TOKEN_BYTES, _LOGPROBS_BYTES, _LOGPROB_BYTES = 40, 300, 120  # as objects, measured; of a token's log-probabilities
 
 
 class SlowReader(QuireError):
@@ -69,138 +70,6 @@ class TooManyLogprobs(QuireError):
     status = 503
     code = "too_many_logprobs"
     retry_after_s = 1.0
-
-
-class PendingOutput:
-    """The output of all streams that waits for their readers."""
-
-    __slots__ = ("num_bytes", "streams")
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.streams: dict[RequestStream, int] = {}  # with unread output: its size
-
-    def add(self, stream: "RequestStream", num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.streams[stream] = self.streams.get(stream, 0) + num_bytes
-
-    def remove(self, stream: "RequestStream", num_bytes: int | None = None) -> None:
-        """So much of a stream is read; or all of it is dropped."""
-        held = self.streams.pop(stream, 0)
-        read = held if num_bytes is None else num_bytes
-        self.num_bytes -= read
-        if held > read:
-            self.streams[stream] = held - read
-
-
-class RequestStream:
-    """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
-    the engine client does, for a few streams at a time."""
-
-    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "is_behind", "num_kept_bytes",
-                 "num_waiting_tokens", "place", "response_id", "state", "streaming", "unread")  # fmt: skip
-
-    def __init__(
-        self,
-        state: RequestState,
-        context: RequestContext | None,
-        close: Callable[["RequestStream"], None],
-        *,
-        streaming: bool = False,
-    ) -> None:
-        self.state = state
-        self.response_id = state.request_id  # the same for all prompts of one HTTP request
-        self.streaming = streaming  # what was read is not kept
-        self.num_kept_bytes = 0  # log-probabilities
-        self.context = context  # of the HTTP request, which may have several prompts; None if no completion follows
-        self.place: AdmittedPlace | None = None
-        self.num_waiting_tokens = 0  # of its prompt, until the first token
-        self._close = close
-        self._unread: dict[int, Delta] = {}  # by sequence
-        self._output: RequestOutput | None = None
-        self._failure: QuireError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.unread = PendingOutput()  # of all streams of an engine
-        self.is_behind = False  # output came while the reader was not waiting for any: it waits for its client
-
-    def put(self, delta: Delta) -> None:
-        before = self._unread.get(delta.index)
-        self._unread[delta.index] = delta if before is None else before.then(delta)
-        self.unread.add(self, self._num_bytes(delta))
-
-    def _num_bytes(self, delta: Delta) -> int:
-        """An estimate that adds up when deltas are merged."""
-        scored = _scored_bytes(len(delta.logprobs), self.state.params.logprobs)
-        return _TOKEN_BYTES * len(delta.token_ids) + len(delta.text) + scored
-
-    def kept_bytes(self, delta: Delta) -> int:
-        """The log-probabilities that are kept with a delta; with the first one those of the prompt, too."""
-        kept = 0 if self.streaming else _scored_bytes(len(delta.logprobs), self.state.params.logprobs)
-        if self.num_kept_bytes == 0 and self.state.prompt_logprobs is not None:
-            kept += _scored_bytes(len(self.state.prompt_logprobs), self.state.params.prompt_logprobs)
-        return kept
-
-    @property
-    def client(self) -> str:
-        return self.state.request.options.client
-
-    def finish(self, output: RequestOutput) -> None:
-        self._output = output
-
-    def fail(self, error: QuireError) -> None:
-        """The first failure counts. Output before it is still read: the speed of a reader does not change what it
-        gets."""
-        if self._failure is None and self._output is None:
-            self._failure = error
-
-    @property
-    def over(self) -> bool:
-        """All output has come; some of it may be unread."""
-        return self._failure is not None or self._output is not None
-
-    async def receive(self) -> StreamItem:
-        """The next delta; at the end the whole output, or an error that is raised."""
-        self.is_behind = False
-        while True:
-            if self._unread:
-                delta = self._unread.pop(next(iter(self._unread)))
-                self.unread.remove(self, self._num_bytes(delta))
-                return delta
-            if self._failure is not None:
-                raise self._failure
-            if self._output is not None:
-                return self._output
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-
-    async def output(self) -> RequestOutput:
-        """The whole output, when all of it has come."""
-        while not isinstance(item := await self.receive(), RequestOutput):
-            pass
-        return item
-
-    def close(self) -> None:
-        """Nothing more is read: an unfinished request is aborted. Idempotent."""
-        self._close(self)
-        self.unread.remove(self)
-
-    def discard(self, failure: QuireError) -> None:
-        """Drop the unread output: the reader gets this failure instead."""
-        self._unread.clear()
-        self.unread.remove(self)
-        self._output, self._failure = None, failure
-
-    def wake(self) -> None:
-        if self._waiter is None:
-            self.is_behind = bool(self._unread)
-        elif not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _scored_bytes(num_tokens: int, num_alternatives: int | None) -> int:
-    """An estimate of the log-probabilities of some tokens."""
-    return num_tokens * (_LOGPROBS_BYTES + _LOGPROB_BYTES * (1 + (num_alternatives or 0)))
 
 
 def options_for(context: RequestContext | None, given: RequestOptions) -> RequestOptions:
@@ -311,8 +180,15 @@ class AsyncEngine:
 
     # Requests come and go.
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestStream:
-        """Submit a request. The caller must `close` the stream, however it ends."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        held: bool = False,
+        **keywords: Unpack[SubmitOptions],
+    ) -> RequestStream:
+        """Submit a request. The caller must `close` the stream, however it ends. `held`: `send_held` sends it."""
         if self.draining:
             raise Draining()
         if self._process is None:
@@ -336,11 +212,26 @@ class AsyncEngine:
                 del self._latest[next(iter(self._latest))]
             context.note_prompt(len(prompt))
         try:
-            self._process.send(state.request)
+            if not held:
+                self._process.send(state.request)
         except (OverflowError, TypeError, ValueError) as error:  # e.g. an integer beyond 64 bits: not sent
             self._end(stream)
             raise InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.") from error
         return stream
+
+    def send_held(self, stream: RequestStream, transfer: PromptTransfer) -> None:
+        """Send a request that was held until now, unless it has ended."""
+        if self._streams.get(stream.state.number) is not stream or self._process is None:
+            return
+        stream.on_end = None
+        options = stream.state.request.options
+        if options.timeout_s is not None:
+            options = replace(options, timeout_s=max(options.timeout_s - transfer.seconds, 0.0))
+        try:
+            self._process.send(replace(stream.state.request, options=options, transfer=transfer))
+        except (OverflowError, TypeError, ValueError) as error:
+            failure = InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.")
+            self._end(stream, failure=failure)
 
     def _add_prompt(self, stream: RequestStream, place: AdmittedPlace) -> None:
         num_tokens = len(stream.state.prompt_ids)
@@ -379,13 +270,17 @@ class AsyncEngine:
 
     async def query(self, what: str, number: int = 0) -> bytes:
         """The engine's reply, as JSON."""
+        return await self.ask(lambda token: Query(token, what, number))
+
+    async def ask(self, message: Callable[[int], Query | LeasePrefix | ImportPrefix]) -> bytes:
+        """The engine's reply, as JSON, to a message that has this token."""
         if self._process is None:
             raise EngineRestarting("The engine is being started; try again in a moment.")
         token, self._next_token = self._next_token, self._next_token + 1
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._queries[token] = reply
         try:
-            self._process.send(Query(token, what, number))
+            self._process.send(message(token))
             return await reply
         finally:
             self._queries.pop(token, None)
@@ -416,7 +311,7 @@ class AsyncEngine:
         with self._lock:
             processed = self._processor.process(output)
         for stop in processed.stops:
-            self._send(stop)
+            self.send(stop)
         started = [first.number for first in output.first_tokens]
         if processed.deltas or started:
             self._on_loop(self._deliver, processed.deltas, processed.finished, started)
@@ -544,9 +439,9 @@ class AsyncEngine:
             self._loop.call_soon(self._wake_some)
 
     def _abort(self, state: RequestState) -> None:
-        self._send(AbortRequest(state.number))
+        self.send(AbortRequest(state.number))
 
-    def _send(self, message: StopSequence | AbortRequest) -> None:
+    def send(self, message: StopSequence | AbortRequest | ReleaseLease) -> None:
         """Thread-safe. Dropped without an engine, which may be detached at any moment."""
         process = self._process
         if process is not None:
@@ -562,6 +457,8 @@ class AsyncEngine:
             self._forget_kept(stream)
         with self._lock:
             self._processor.drop(state)
+        if stream.on_end is not None:
+            stream.on_end()
         self._start(stream)
         if stream.place is not None:
             stream.place.end_prompt()

@@ -7,8 +7,8 @@ from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.messages import SubmitOptions
 from quire.engine.stats import EngineInfo, EngineStats
-from quire.server.async_engine import RequestStream
 from quire.server.engine_supervisor import Health
+from quire.server.request_stream import RequestStream
 
 
 class EngineClient(Protocol):

@@ -17,6 +17,7 @@ from quire.core.errors import EngineFailed, QuireError
 from quire.engine.engine_process import EngineProcess
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
@@ -72,8 +73,9 @@ class Supervisor:
         serving: bool = True,  # False: offline, no client waits for its next token
         kv_events: KvEventsConfig | None = None,
         journal: str | None = None,
+        role: EngineRole = EngineRole.WHOLE,
     ) -> None:
-        self._start_message = StartEngine(config, script, serving, kv_events, journal)
+        self._start_message = StartEngine(config, script, serving, kv_events, journal, role)
         self._engine = engine
         self._clock = clock
         self._phase = phase

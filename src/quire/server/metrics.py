@@ -19,12 +19,14 @@ from prometheus_client.utils import floatToGoString
 
 from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.prefix_transfer import TransferFailure
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.sched.pacing import StepBound
 from quire.sched.speculation import MAX_DRAFTS
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.request_context import RequestRecord
+from quire.server.prefill_decode import SplitRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -99,6 +101,13 @@ class Metrics:
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self.stored = Gauge("quire_stored_responses", "Responses kept by the Responses API.", registry=self.registry)
         self.stored_bytes = Gauge("quire_stored_response_bytes", "Memory they take.", registry=self.registry)
+        self.split = counter("requests_split", "Requests whose prompt was sent to a prefill engine.")
+        self.transferred = counter("kv_transfer_bytes", "KV blocks copied from prefill engines, in bytes.")
+        self.not_transferred = counter(
+            "requests_prefill_fallback", "Of the split requests, those that computed their prompt again.", "reason"
+        )
+        for failure in TransferFailure:
+            self.not_transferred.labels(failure.value)
         self.http = counter("http_requests", "HTTP responses.", "route", "method", "status")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.successes.labels(reason.value)
@@ -149,6 +158,13 @@ class Metrics:
     def slow_reader(self, reason: str) -> None:
         """A response was cut: `stalled`, `connections` (unread bytes of all), `stream` or `all_streams` (of output)."""
         self.slow_readers.labels(reason).inc()
+
+    def note_split(self, split: SplitRequest) -> None:
+        """The transfer of a prompt has ended."""
+        self.split.inc()
+        self.transferred.inc(split.num_bytes)
+        if split.failure is not None:
+            self.not_transferred.labels(split.failure.value).inc()
 
     def _refused(self, code: str | None) -> None:
         self.refusals.labels(code if code in _CODES else "other").inc()

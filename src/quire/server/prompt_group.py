@@ -13,11 +13,11 @@ from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.core.ids import FloatArray
 from quire.engine.messages import RequestOptions
 from quire.engine.outputs import EMBEDDING, RequestOutput, unit
-from quire.server.async_engine import RequestStream, StreamItem
 from quire.server.context import ServedModel
 from quire.server.engine_client import EngineClient
 from quire.server.request.params import GenerationRequest, keeps_start, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
+from quire.server.request_stream import RequestStream, StreamItem
 from quire.text.tokenizer import Tokenizer
 
 

@@ -7,25 +7,25 @@ supervisor of its own: one that dies fails its own requests, and the others go o
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple, Unpack
 
 import msgspec
-import numpy as np
 
 from quire.core.errors import Draining, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.messages import DEFAULT_OPTIONS, SubmitOptions
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.stats import EngineInfo, EngineStats
-from quire.server.async_engine import AsyncEngine, EngineRestarting, RequestStream, options_for
+from quire.server.async_engine import AsyncEngine, EngineRestarting, options_for
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.http.request_context import CURRENT_CONTEXT
+from quire.server.prefill_decode import MIN_SPLIT_TOKENS, PrefillEngines
+from quire.server.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
+from quire.server.request_stream import RequestStream
 
-CHUNK_TOKENS = 32  # prompts are compared in steps of so many
-REQUEST_TOKENS = 64  # an open request of a replica weighs as much as so many tokens to compute
-MAX_SAVED_TOKENS = 4096  # a longer cached prefix weighs no more: 64 requests at most wait for one replica
 _OF_ALL = ("reset_prefix_cache", "drain")  # queries that every replica answers
 _NOT_COUNTED = ("step", "block_size", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks",
                 "num_free_blocks", "num_cached_blocks", "num_evictable_blocks", "num_reserved_blocks",
@@ -43,66 +43,15 @@ class ReplicaLoad(NamedTuple):
     num_requests: int  # open
     num_submitted: int  # since the start of the server
     num_restarts: int
-
-
-def prefix_hashes(partition: str, prompt: Sequence[int]) -> list[int]:
-    """One for each whole chunk of a prompt, of everything up to its end."""
-    data = np.array(prompt, dtype=np.int64).tobytes()
-    step = CHUNK_TOKENS * 8
-    last, hashes = hash(partition), []
-    for stop in range(step, len(data) + 1, step):
-        last = hash((last, data[stop - step : stop]))
-        hashes.append(last)
-    return hashes
-
-
-class PrefixRouter:
-    """Chooses replicas, and remembers which prompts each of them has."""
-
-    __slots__ = ("_chosen_at", "_known", "_limits", "_num_chosen")
-
-    def __init__(self, num_replicas: int) -> None:
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]  # oldest first
-        self._limits = [1 << 16] * num_replicas  # chunks
-        self._chosen_at = [0] * num_replicas
-        self._num_chosen = 0
-
-    def choose(self, loads: Mapping[int, int], hashes: Sequence[int]) -> int:
-        """Of the replicas in `loads`, with the open requests of each, the one where a prompt costs least; of equals the
-        one that was chosen least recently."""
-        saved = {rank: min(self.num_known(rank, hashes) * CHUNK_TOKENS, MAX_SAVED_TOKENS) for rank in loads}
-        return min(loads, key=lambda rank: (REQUEST_TOKENS * loads[rank] - saved[rank], self._chosen_at[rank]))
-
-    def num_known(self, rank: int, hashes: Sequence[int]) -> int:
-        """Leading chunks of a prompt that a replica has."""
-        known = self._known[rank]
-        return next((place for place, each in enumerate(hashes) if each not in known), len(hashes))
-
-    def note(self, rank: int, hashes: Sequence[int]) -> None:
-        """A prompt was sent to a replica. The beginnings of prompts are forgotten last, as they are in its cache."""
-        self._num_chosen += 1
-        self._chosen_at[rank] = self._num_chosen
-        known = self._known[rank]
-        for each in reversed(hashes):
-            known[each] = None
-            known.move_to_end(each)
-        while len(known) > self._limits[rank]:
-            known.popitem(last=False)
-
-    def forget(self, rank: int) -> None:
-        """The cache of a replica is empty."""
-        self._known[rank].clear()
-
-    def limit(self, rank: int, num_tokens: int) -> None:
-        """The size of a replica's cache."""
-        self._limits[rank] = max(num_tokens // CHUNK_TOKENS, 1)
+    role: str = EngineRole.WHOLE.value
 
 
 class ReplicatedEngine:
     """The replicas as one engine. Request numbers tell the replica: number modulo their count."""
 
-    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+    def __init__(self, engines: Sequence[AsyncEngine], prefill: PrefillEngines | None = None) -> None:
         self._engines = engines
+        self.prefill = prefill  # if there are prefill engines, these are decode engines
         self._router = PrefixRouter(len(engines))
         self._num_submitted = [0] * len(engines)
         self._earlier = dict.fromkeys(COUNTERS, 0)  # counted by engines that are gone
@@ -118,16 +67,23 @@ class ReplicatedEngine:
                 self._earlier[name] += getattr(stats, name)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestStream:
-        """Submit a request to the replica where its prompt costs least."""
+        """Submit a request to the replica where its prompt costs least. A long prompt that is not cached there is
+        computed by a prefill engine before, if there are any."""
         loads = self._loads()
         options = options_for(CURRENT_CONTEXT.get(), keywords.get("options", DEFAULT_OPTIONS))
         hashes = prefix_hashes(options.partition, prompt)
         rank = self._router.choose(loads, hashes)
         engine = self._engines[rank]
-        stream = engine.submit(prompt, params, **keywords)
+        num_uncached = len(prompt) - CHUNK_TOKENS * self._router.num_known(rank, hashes)
+        reads_all = keywords.get("pooled") or keywords.get("without_tokens") or params.prompt_logprobs is not None
+        splits = self.prefill is not None and num_uncached >= MIN_SPLIT_TOKENS and not reads_all
+        stream = engine.submit(prompt, params, held=splits, **keywords)
+        note = partial(self._router.note, rank)
+        if splits and self.prefill is not None:  # what follows with the same prefix is not sent before it is there
+            self.prefill.begin(stream, engine, hashes, partial(note, hashes))
         if engine.info is not None:
             self._router.limit(rank, engine.info.num_blocks * engine.info.block_size)
-        self._router.note(rank, hashes)
+        note(() if splits else hashes)
         self._num_submitted[rank] += 1
         return stream
 
@@ -160,6 +116,10 @@ class ReplicatedEngine:
         running = [engine for engine in self._engines if engine.attached] or [self._engines[0]]
         if what not in _OF_ALL:
             return await running[0].query(what, number)
+        if what == "reset_prefix_cache":
+            for rank in range(len(self._engines)):
+                self._router.forget(rank)
+            running += [] if self.prefill is None else [each for each in self.prefill.engines if each.attached]
         replies = [msgspec.json.decode(await engine.query(what, number)) for engine in running]
         return msgspec.json.encode({name: sum(reply[name] for reply in replies) for name in replies[0]})
 
@@ -212,11 +172,16 @@ class ReplicatedEngine:
 class ReplicaSupervisor:
     """The supervisors of all replicas. One that cannot be started again is given up while another runs."""
 
-    def __init__(self, supervisors: Sequence[Supervisor], engine: ReplicatedEngine) -> None:
+    def __init__(
+        self, supervisors: Sequence[Supervisor], engine: ReplicatedEngine, prefill: Sequence[Supervisor] = ()
+    ) -> None:
         self.supervisors = supervisors
+        self.prefill = prefill  # of prefill engines: without them, requests are served all the same
         self._engine = engine
         self._given_up: list[QuireError] = []
         engine.is_ready = lambda rank: supervisors[rank].health is Health.READY
+        if engine.prefill is not None:
+            engine.prefill.is_ready = lambda rank: prefill[rank].health is Health.READY
 
     @property
     def health(self) -> Health:
@@ -235,12 +200,12 @@ class ReplicaSupervisor:
 
     @property
     def num_restarts(self) -> int:
-        return sum(each.num_restarts for each in self.supervisors)
+        return sum(each.num_restarts for each in (*self.supervisors, *self.prefill))
 
     async def first_start(self) -> EngineInfo:
         """Start all, at the same time."""
         async with asyncio.TaskGroup() as tasks:
-            for each in self.supervisors:
+            for each in (*self.supervisors, *self.prefill):
                 tasks.create_task(each.first_start())
         info = self._engine.info
         assert info is not None
@@ -250,6 +215,14 @@ class ReplicaSupervisor:
         async with asyncio.TaskGroup() as tasks:
             for rank, each in enumerate(self.supervisors):
                 tasks.create_task(self._watch_one(rank, each))
+            for rank, each in enumerate(self.prefill):
+                tasks.create_task(self._watch_prefill(rank, each))
+
+    async def _watch_prefill(self, rank: int, supervisor: Supervisor) -> None:
+        try:
+            await supervisor.watch()
+        except QuireError as error:
+            _log.error("prefill engine %d is given up: %s", rank, error.message)
 
     async def _watch_one(self, rank: int, supervisor: Supervisor) -> None:
         try:
@@ -261,10 +234,17 @@ class ReplicaSupervisor:
             _log.error("replica %d is given up: %s", rank, error.message)
 
     async def stop(self) -> None:
-        await asyncio.gather(*(each.stop() for each in self.supervisors))
+        await asyncio.gather(*(each.stop() for each in (*self.supervisors, *self.prefill)))
 
     def loads(self) -> list[ReplicaLoad]:
-        return [
-            ReplicaLoad(rank, each.health.value, *self._engine.counts_of(rank), each.num_restarts)
+        split = self._engine.prefill
+        role = EngineRole.WHOLE if split is None else EngineRole.DECODE
+        loads = [
+            ReplicaLoad(rank, each.health.value, *self._engine.counts_of(rank), each.num_restarts, role.value)
             for rank, each in enumerate(self.supervisors)
         ]
+        for rank, each in enumerate(self.prefill if split is not None else ()):
+            assert split is not None
+            counts, role = (split.engines[rank].num_requests, split.num_submitted[rank]), EngineRole.PREFILL
+            loads.append(ReplicaLoad(rank, each.health.value, *counts, each.num_restarts, role.value))
+        return loads

@@ -26,6 +26,7 @@ from quire.core.errors import QuireError
 from quire.core.process import freeze_heap
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.open_model import OpenedModel
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.output_parsing.reasoning import ReasoningTags
@@ -40,6 +41,7 @@ from quire.server.fair_shares import reserve_of
 from quire.server.grammar_precompiler import CompileWorker, GrammarPrecompiler
 from quire.server.http.errors import Stopping
 from quire.server.metrics import Metrics
+from quire.server.prefill_decode import PrefillEngines
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 
 EVERY_S = 10.0
@@ -109,6 +111,7 @@ class ServerConfig:
     max_waiting_tokens: int = 4_000_000
     serving: bool = True  # False: a batch, where latency does not matter
     replicas: int = 1  # engines of this model
+    prefill_engines: int = 0  # further engines, which compute long prompts for these
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
     journal: str | None = None  # where to record the decisions of each engine; each has a file of its own
 
@@ -213,12 +216,15 @@ class Server:
             AsyncEngine(config.opened.tokenizer, clock, rank, config.replicas) for rank in range(config.replicas)
         ]
         supervisors = [self._supervisor(rank, engine, clock) for rank, engine in enumerate(engines)]
+        prefill = [AsyncEngine(config.opened.tokenizer, clock) for _ in range(config.prefill_engines)]
+        split = PrefillEngines(prefill, clock) if prefill else None
         self.engine: EngineClient = engines[0]
         self.supervisor: EngineSupervision = supervisors[0]
         loads = None
-        if config.replicas > 1:
-            self.engine = replicated = ReplicatedEngine(engines)
-            self.supervisor = supervisor = ReplicaSupervisor(supervisors, replicated)
+        if config.replicas > 1 or split is not None:
+            self.engine = replicated = ReplicatedEngine(engines, split)
+            computing = [self._supervisor(1, engine, clock, EngineRole.PREFILL) for engine in prefill]
+            self.supervisor = supervisor = ReplicaSupervisor(supervisors, replicated, computing)
             loads = supervisor.loads
         admission = AdmissionControl(
             self.engine,
@@ -235,26 +241,33 @@ class Server:
             engine.finished = self._note_end
             engine.progressed = self.metrics.progressed
             engine.slow_reader = self.metrics.slow_reader
-        if config.replicas == 1:  # else the counts of engines that are gone stay in the sums
+        if split is not None:
+            split.ended = self.metrics.note_split
+        if config.replicas == 1 and split is None:  # else the counts of engines that are gone stay in the sums
             engines[0].lost = self.metrics.engine.note_loss
         self.state = ServerState(self.engine, self.supervisor, admission, self.metrics, replicas=loads)
         self.metrics.stored.set_function(lambda: self.state.responses.num_responses)
         self.metrics.stored_bytes.set_function(lambda: self.state.responses.num_bytes)
         self.app = make_app(self.state)
 
-    def _supervisor(self, rank: int, engine: AsyncEngine, clock: Callable[[], float]) -> Supervisor:
-        """Of one replica. The phases of the first one's start are reported."""
+    def _supervisor(
+        self, rank: int, engine: AsyncEngine, clock: Callable[[], float], role: EngineRole = EngineRole.DECODE
+    ) -> Supervisor:
+        """Of one replica, or of a prefill engine. The phases of the first one's start are reported."""
         config, phase = self._config, self._observers.phase
-        events = config.kv_events
+        events = config.kv_events if role is EngineRole.DECODE else None
+        if not config.prefill_engines:
+            role = EngineRole.WHOLE
         return Supervisor(
             with_burst_queue(config.config, config.max_waiting),
             config.script,
             engine,
             clock=clock,
             phase=phase if rank == 0 else lambda phase: None,
-            serving=config.serving,
+            serving=config.serving and role is not EngineRole.PREFILL,  # no client waits for its next token there
             kv_events=events.of_replica(rank) if events is not None and config.replicas > 1 else events,
             journal=config.journal,
+            role=role,
         )
 
     def _note_end(self, end: FinishedRequest) -> None:

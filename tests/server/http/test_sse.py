@@ -9,10 +9,10 @@ import pytest
 
 from quire.core.errors import EngineFailed, InvalidPrompt, NumericalError
 from quire.engine.outputs import Delta
-from quire.server.async_engine import RequestStream
 from quire.server.context import ServedModel
 from quire.server.http.request_context import RequestContext, set_context
 from quire.server.http.sse import DONE, KEEP_ALIVE, EventStream, error_event
+from quire.server.request_stream import RequestStream
 from tests.server.local_server import LocalServer
 from tests.server.scripted_app import Script, app_over, post
 from tests.server.scripted_servers import completion_body

@@ -22,9 +22,10 @@ from quire.core.codec import RecordEncoder
 from quire.core.errors import ConfigError
 from quire.core.ids import IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Tier
-from quire.core.request import Request, RequestGroup, Sequence
+from quire.core.request import BlockOwner, Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
 from quire.core.step_output import StepOutput
+from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.cost_model import CostTable
 from quire.sched.journal.records import (
     MAGIC,
@@ -37,11 +38,13 @@ from quire.sched.journal.records import (
     EndOfJournal,
     ExpectRecord,
     FailRecord,
+    HoldRecord,
     LookupHitsRecord,
     PlanRecord,
     PlanSummary,
     Record,
     RecordKind,
+    ReleaseRecord,
     RestrictRecord,
     StopRecord,
     SwapDecisionsRecord,
@@ -388,6 +391,14 @@ class JournaledScheduler(Scheduler):
     def drain(self) -> None:
         self.journal.note(ControlRecord(RecordKind.DRAINED))
         super().drain()
+
+    def hold_prefix(self, owner: BlockOwner, tokens: IntArray, *, with_room: bool) -> HeldPrefix | None:
+        self.journal.note(HoldRecord(owner, tokens, with_room))
+        return super().hold_prefix(owner, tokens, with_room=with_room)
+
+    def release_prefix(self, number: int, *, written: bool) -> None:
+        self.journal.note(ReleaseRecord(number, written))
+        super().release_prefix(number, written=written)
 
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
         try:

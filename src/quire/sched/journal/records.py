@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.core.codec import RecordDecoder, RecordEncoder, UnreadableRecord
 from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
-from quire.core.request import BeamParams, EarlyStopping, Request
+from quire.core.request import BeamParams, BlockOwner, EarlyStopping, Request
 from quire.core.sampling import RowSampling
 from quire.core.step import Candidates, FinishedRow, FinishReason
 
@@ -57,6 +57,8 @@ class RecordKind(IntEnum):
     WITHDRAWN = 18
     EXPECTED = 19
     LOOKUP_HITS = 20
+    PREFIX_HELD = 21
+    PREFIX_RELEASED = 22
 
 
 class PlanSummary(NamedTuple):
@@ -177,6 +179,34 @@ class RestrictRecord(NamedTuple):
             encoder.array(sorted(self.orders))
 
 
+class HoldRecord(NamedTuple):
+    """`hold_prefix`."""
+
+    owner: BlockOwner
+    tokens: IntArray
+    with_room: bool
+
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.PREFIX_HELD)
+        encoder.count(self.owner.request)
+        encoder.text(self.owner.partition)
+        encoder.signed(self.owner.priority)
+        encoder.array(self.tokens)
+        encoder.count(self.with_room)
+
+
+class ReleaseRecord(NamedTuple):
+    """`release_prefix`."""
+
+    number: int
+    written: bool
+
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.PREFIX_RELEASED)
+        encoder.count(self.number)
+        encoder.count(self.written)
+
+
 class ControlRecord(NamedTuple):
     """`drain`, `reset_cache`, `shrink`, `lose_steps`, `fail_largest` or `withdraw_all`.
 
@@ -290,6 +320,8 @@ Call = (
     | ExpectRecord
     | FailRecord
     | RestrictRecord
+    | HoldRecord
+    | ReleaseRecord
     | ControlRecord
     | PlanRecord
     | AbsorbRecord
@@ -332,6 +364,11 @@ class RecordReader:
             return FailRecord(RequestId(decoder.count()))
         if kind is RecordKind.RESTRICTED:
             return RestrictRecord(frozenset(decoder.array().tolist()) if decoder.count() else None)
+        if kind is RecordKind.PREFIX_HELD:
+            owner = BlockOwner(RequestId(decoder.count()), decoder.text(), decoder.signed())
+            return HoldRecord(owner, decoder.array().astype(np.int32), bool(decoder.count()))
+        if kind is RecordKind.PREFIX_RELEASED:
+            return ReleaseRecord(decoder.count(), bool(decoder.count()))
         if kind is RecordKind.NOT_PLANNED:
             return PlanRecord(decoder.real(), decoder.count(), 0, None)
         if kind is RecordKind.PLANNED:

@@ -28,12 +28,14 @@ from quire.sched.journal.records import (
     EndOfJournal,
     ExpectRecord,
     FailRecord,
+    HoldRecord,
     LookupHitsRecord,
     PlanRecord,
     PlanSummary,
     Record,
     RecordKind,
     RecordReader,
+    ReleaseRecord,
     RestrictRecord,
     StopRecord,
     SwapDecisionsRecord,
@@ -234,6 +236,10 @@ class Replayer:
             scheduler.fail(group)
         elif isinstance(record, RestrictRecord):
             scheduler.admit_only(record.orders)
+        elif isinstance(record, HoldRecord):
+            scheduler.hold_prefix(record.owner, record.tokens, with_room=record.with_room)
+        elif isinstance(record, ReleaseRecord):
+            scheduler.release_prefix(record.number, written=record.written)
         elif isinstance(record, ControlRecord):
             self._apply_control(record)
         return None

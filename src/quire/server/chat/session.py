@@ -13,7 +13,6 @@ from starlette.concurrency import run_in_threadpool
 from quire.engine.model_format import OutputGrammar
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
-from quire.server.async_engine import RequestStream
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
 from quire.server.engine_client import EngineClient
@@ -25,6 +24,7 @@ from quire.server.request.params import (
     relax_grammar,
     truncate_prompt,
 )
+from quire.server.request_stream import RequestStream
 
 
 class ChatDelta(NamedTuple):

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from quire.server.async_engine import RequestStream
 from quire.server.chat.logprobs import TokenText, chat_logprobs
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
@@ -31,6 +30,7 @@ from quire.server.request.schema import (
     StructuredOutputs,
     Temperature,
 )
+from quire.server.request_stream import RequestStream
 from quire.version import __version__
 
 Body = dict[str, object]

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, shown
 from quire.core.sampling import MAX_STOP_STRINGS
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from quire.server.async_engine import RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params, reply_to
 from quire.server.http.sse import Events, client_error, finite, json_response, stream, until_disconnect
@@ -23,6 +22,7 @@ from quire.server.prompt_group import submit
 from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, completion_generation, constrain, truncate_prompt
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
+from quire.server.request_stream import RequestStream
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__

@@ -1,0 +1,123 @@
+"""KV blocks in memory that other processes of this machine can map, and leases on them. Does not depend on tensors.
+
+One process owns the memory: an anonymous file (`memfd_create`), which ends with the last process that has it mapped. It
+begins with a page of words: the epoch, a random number of this memory, and one word for each lease, which holds the
+lease's generation while it lasts, and 0 otherwise. No generation comes twice. The blocks follow.
+
+The owner sets the word of a lease to 0 before the leased blocks can be written again. So a reader that finds its
+generation after a copy has copied what was leased; a copy that was overtaken by the end of its lease is dropped. No
+clock is compared, and an owner that was killed writes nothing more.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_LEASES = 256
+_HEADER_BYTES = 4096  # a page, so that the blocks begin at one
+_FIRST_LEASE = 1  # word 0 is the epoch
+
+
+class BlockAddress(NamedTuple):
+    """Where the blocks of another process are, and the lease on some of them."""
+
+    pid: int
+    descriptor: int
+    epoch: int
+    slot: int
+    generation: int
+    block_bytes: int
+
+
+class LeaseEnded(Exception):
+    """The memory, or the lease on it, is gone: nothing that was copied may be used."""
+
+
+class SharedBlocks:
+    """The owner's side. Block 0 is the first."""
+
+    __slots__ = ("_descriptor", "_free", "_memory", "_next_generation", "_words", "block_bytes", "blocks", "epoch")
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, _HEADER_BYTES + num_blocks * block_bytes)
+        self._memory = mmap.mmap(self._descriptor, 0)
+        self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _FIRST_LEASE + MAX_LEASES)
+        self.epoch = self._words[0] = secrets.randbits(62) | 1
+        self.blocks: NDArray[np.uint8] = np.frombuffer(
+            self._memory, np.uint8, num_blocks * block_bytes, _HEADER_BYTES
+        ).reshape(num_blocks, block_bytes)
+        self._free = list(range(MAX_LEASES - 1, -1, -1))
+        self._next_generation = 1
+
+    def grant(self) -> BlockAddress | None:
+        """Begin a lease; None if there are too many. The caller keeps the leased blocks as they are until `revoke`."""
+        if not self._free:
+            return None
+        slot, generation = self._free.pop(), self._next_generation
+        self._next_generation += 1
+        self._words[_FIRST_LEASE + slot] = generation
+        return BlockAddress(os.getpid(), self._descriptor, int(self.epoch), slot, generation, self.block_bytes)
+
+    def revoke(self, slot: int) -> None:
+        """End a lease. From now on no reader uses what it copies."""
+        assert self._words[_FIRST_LEASE + slot], f"lease {slot} has ended"
+        self._words[_FIRST_LEASE + slot] = 0
+        self._free.append(slot)
+
+    @property
+    def num_leases(self) -> int:
+        return MAX_LEASES - len(self._free)
+
+    def close(self) -> None:
+        """Give the memory back, as far as no other process and no array has it."""
+        os.close(self._descriptor)
+
+
+class PeerBlocks:
+    """A reader's side: copies leased blocks of another process into blocks of its own."""
+
+    __slots__ = ("_address", "_blocks", "_targets", "_words")
+
+    def __init__(self, address: BlockAddress, targets: NDArray[np.uint8]) -> None:
+        """`targets`: [blocks, bytes]. Raises `LeaseEnded` if the process is gone or has other memory by now."""
+        self._address = address
+        self._targets = targets
+        try:
+            descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise LeaseEnded(f"process {address.pid} is gone") from error
+        try:
+            memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # not the file of a `SharedBlocks`
+            raise LeaseEnded(f"process {address.pid} shares no memory") from error
+        finally:
+            os.close(descriptor)
+        if len(memory) < _HEADER_BYTES:
+            raise LeaseEnded(f"process {address.pid} shares other memory")
+        self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, _FIRST_LEASE + MAX_LEASES)
+        size = address.block_bytes
+        num_blocks = (len(memory) - _HEADER_BYTES) // size if size else 0
+        blocks: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, num_blocks * size, _HEADER_BYTES)
+        self._blocks = blocks.reshape(num_blocks, size)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `LeaseEnded` unless the lease lasts."""
+        address = self._address
+        if self._words[0] != address.epoch or self._words[_FIRST_LEASE + address.slot] != address.generation:
+            raise LeaseEnded("the lease has ended")
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks. Raises `LeaseEnded` if the lease did not last until they were copied."""
+        self.check()
+        if self._address.block_bytes:
+            for source, target in zip(sources, targets, strict=True):
+                np.copyto(self._targets[target], self._blocks[source])
+        self.check()

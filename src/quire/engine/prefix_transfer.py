@@ -1,0 +1,216 @@
+"""Prefixes between engines: a prefill engine leases the blocks of a prompt, a decode engine copies them.
+
+The prefix cache is the exchange. What a prefill engine has computed is in its cache: a lease holds these blocks until
+it is released or expires. A decode engine takes free blocks, copies some of them between two steps, and puts them into
+its own cache when all are there and the lease has lasted. The request then finds its prefix cached. Whatever fails,
+nothing is inserted, the blocks are free again, and the request computes its prompt as without another engine.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from quire.core.ids import RequestId
+from quire.core.request import BlockOwner
+from quire.core.shared_blocks import BlockAddress, LeaseEnded, SharedBlocks
+from quire.kv.prefix_holds import HeldPrefix
+from quire.sched.scheduler import Scheduler
+
+LEASE_S = 10.0  # a decode engine copies within milliseconds, unless a step of its own takes long
+COPY_BYTES = 32 << 20  # between two steps: some 10 ms
+
+
+class TransferFailure(Enum):
+    """Why a prompt is computed by the decode engine after all. Metrics have the values."""
+
+    NO_ENGINE = "no_prefill_engine"
+    ENGINE_LOST = "prefill_lost"
+    REFUSED = "prefill_refused"
+    NOT_CACHED = "not_cached"
+    LEASE_ENDED = "lease_ended"
+    LAYOUT = "layout"
+    NO_ROOM = "no_room"
+
+    @property
+    def text(self) -> str:
+        return _FAILURE_TEXT[self]
+
+
+_FAILURE_TEXT = {
+    TransferFailure.NO_ENGINE: "no prefill engine was ready",
+    TransferFailure.ENGINE_LOST: "the prefill engine ended",
+    TransferFailure.REFUSED: "the prefill engine could not compute it",
+    TransferFailure.NOT_CACHED: "the prefill engine no longer had it cached, or had too many leases",
+    TransferFailure.LEASE_ENDED: "the lease on its blocks ended before they were copied",
+    TransferFailure.LAYOUT: "the prefill engine has another layout of blocks",
+    TransferFailure.NO_ROOM: "this engine had too few free blocks for it",
+}
+
+
+class EngineRole(Enum):
+    """What an engine is for."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"  # computes prompts, and leases their blocks
+    DECODE = "decode"  # copies leased blocks
+
+
+class TransferFailed(Exception):
+    """A prefix cannot be leased or copied."""
+
+    def __init__(self, reason: TransferFailure) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLease:
+    """Blocks of a prefill engine, one for each whole block of a prompt's beginning."""
+
+    address: BlockAddress
+    layout: str  # what the bytes of a block are; of another layout nothing is copied
+    num_tokens: int
+    blocks: list[int]
+
+
+class PrefixExports:
+    """The leases of a prefill engine."""
+
+    def __init__(self, scheduler: Scheduler, shared: SharedBlocks, layout: str, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._shared = shared
+        self._layout = layout
+        self._clock = clock
+        self._leases: dict[int, _Leased] = {}  # by slot, the oldest first
+
+    def lease(self, partition: str, tokens: Sequence[int]) -> PrefixLease:
+        """Hold what is cached of some tokens for a time. Raises `TransferFailed`."""
+        owner = BlockOwner(RequestId(0), partition, 0)
+        held = self._scheduler.hold_prefix(owner, np.array(tokens, dtype=np.int32), with_room=False)
+        if held is None:
+            raise TransferFailed(TransferFailure.NOT_CACHED)
+        address = self._shared.grant()
+        if address is None:
+            self._scheduler.release_prefix(held.number, written=False)
+            raise TransferFailed(TransferFailure.NOT_CACHED)
+        self._leases[address.slot] = _Leased(address.generation, held.number, self._clock() + LEASE_S)
+        blocks = held.cached.tolist()
+        return PrefixLease(address, self._layout, len(blocks) * self._scheduler.kv.block_size, blocks)
+
+    def release(self, slot: int, generation: int) -> None:
+        """The blocks are copied, or not wanted. A lease that has ended before is ignored."""
+        leased = self._leases.get(slot)
+        if leased is not None and leased.generation == generation:
+            self._end(slot)
+
+    def expire(self) -> None:
+        """End leases whose time is over, and those whose blocks were lost with a step. Call between two steps."""
+        now_s, held = self._clock(), self._scheduler.kv.holds.held
+        for slot in [s for s, each in self._leases.items() if each.until_s <= now_s or each.hold not in held]:
+            self._end(slot)
+
+    def _end(self, slot: int) -> None:
+        """First the word that readers check, then the blocks."""
+        leased = self._leases.pop(slot)
+        self._shared.revoke(slot)
+        self._scheduler.release_prefix(leased.hold, written=False)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+
+class _Leased(NamedTuple):
+    generation: int
+    hold: int
+    until_s: float
+
+
+class BlockSource(Protocol):
+    """Leased blocks of another engine: shared memory (`PeerBlocks`); other transports have the same method."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Raises `LeaseEnded`."""
+
+
+class ImportDone(NamedTuple):
+    """The end of an import: what was copied, or why nothing was."""
+
+    token: int  # as it was given to `begin`
+    num_tokens: int  # copied now; the others of the prefix were cached
+    num_bytes: int
+    failure: TransferFailure | None = None
+
+
+@dataclass(slots=True)
+class _Import:
+    token: int
+    held: HeldPrefix
+    source: BlockSource
+    sources: list[int]  # of the blocks that are missing here
+    block_bytes: int
+    num_copied: int = field(default=0)
+
+
+class PrefixImports:
+    """The prefixes that a decode engine copies, one after the other."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        layout: str,
+        open_source: Callable[[BlockAddress], BlockSource],
+        copy_bytes: int = COPY_BYTES,
+    ) -> None:
+        self._scheduler = scheduler
+        self._layout = layout
+        self._open_source = open_source
+        self._copy_bytes = copy_bytes
+        self._open: deque[_Import] = deque()
+
+    def begin(self, token: int, owner: BlockOwner, tokens: Sequence[int], lease: PrefixLease) -> None:
+        """Take blocks for what is missing here of a leased prefix. Raises `TransferFailed`: nothing is held."""
+        if lease.layout != self._layout:
+            raise TransferFailed(TransferFailure.LAYOUT)
+        try:
+            source = self._open_source(lease.address)
+        except LeaseEnded as ended:
+            raise TransferFailed(TransferFailure.LEASE_ENDED) from ended
+        prefix = np.array(tokens[: lease.num_tokens], dtype=np.int32)
+        held = self._scheduler.hold_prefix(owner, prefix, with_room=True)
+        if held is None:
+            raise TransferFailed(TransferFailure.NO_ROOM)
+        sources = lease.blocks[len(held.cached) :]
+        self._open.append(_Import(token, held, source, sources, lease.address.block_bytes))
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def advance(self) -> ImportDone | None:
+        """Copy some blocks of the oldest import, between two steps; its end, if it has come."""
+        if not self._open:
+            return None
+        each = self._open[0]
+        count = max(self._copy_bytes // max(each.block_bytes, 1), 1)
+        part = slice(each.num_copied, each.num_copied + count)
+        alive = each.held.number in self._scheduler.kv.holds.held  # else it was lost with a step
+        try:
+            if not alive:
+                raise LeaseEnded("the blocks of this engine were lost")
+            each.source.copy(each.sources[part], each.held.room[part].tolist())
+        except LeaseEnded:
+            return self._end(TransferFailure.LEASE_ENDED)
+        each.num_copied += len(each.sources[part])
+        return self._end(None) if each.num_copied == len(each.sources) else None
+
+    def _end(self, failure: TransferFailure | None) -> ImportDone:
+        each = self._open.popleft()
+        self._scheduler.release_prefix(each.held.number, written=failure is None)
+        if failure is not None:
+            return ImportDone(each.token, 0, 0, failure)
+        num_blocks = len(each.sources)
+        return ImportDone(each.token, num_blocks * self._scheduler.kv.block_size, num_blocks * each.block_bytes)

@@ -1,0 +1,284 @@
+"""Prefixes between engines: leases, copies between steps, and what remains when either side fails."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from quire.core.ids import RequestId
+from quire.core.oracle import continuation
+from quire.core.request import BlockOwner, Request
+from quire.core.sampling import RowSampling
+from quire.core.shared_blocks import MAX_LEASES, BlockAddress, LeaseEnded, PeerBlocks, SharedBlocks
+from quire.engine.prefix_transfer import (
+    LEASE_S,
+    PrefixExports,
+    PrefixImports,
+    PrefixLease,
+    TransferFailed,
+    TransferFailure,
+)
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit, audit_rest
+from quire.sched.loop import Loop
+from quire.sched.scheduler import Scheduler
+from quire.sim.runners import OracleRunner
+
+BLOCK, VOCAB = 4, 97
+LAYOUT = "oracle"
+
+
+class Side:
+    """A scheduler over the exact oracle: a token that was computed from a wrong block is another one."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        kv = KVManager(num_blocks, BLOCK, 4, num_host_blocks=num_host_blocks)
+        self.scheduler = Scheduler(kv, max_rows=4, max_step_tokens=12)
+        self.runner = OracleRunner(num_blocks, BLOCK, VOCAB, num_host_blocks)
+        self.loop = Loop(self.scheduler, self.runner, 0, lambda: 0.0)
+
+    def add(self, number: int, prompt: Sequence[int], max_tokens: int) -> None:
+        tokens = np.array(prompt, dtype=np.int32)
+        self.scheduler.add(Request(RequestId(number), tokens, max_tokens, RowSampling()))
+
+    def step(self) -> dict[int, list[int]]:
+        """The output of requests that ended in this step."""
+        output = None if self.scheduler.idle else self.loop.step()
+        return {} if output is None else {over.number: over.tokens.tolist() for over in output.finished}
+
+
+class Prefill(Side):
+    """The real words of leases; the blocks are those of the oracle."""
+
+    def __init__(self, num_blocks: int, clock: "Clock") -> None:
+        super().__init__(num_blocks)
+        self.shared = SharedBlocks(1, 0)
+        self.exports = PrefixExports(self.scheduler, self.shared, LAYOUT, lambda: clock.now_s)
+
+    def kill(self) -> None:
+        self.shared.close()
+
+
+class Clock:
+    now_s = 0.0
+
+
+class OracleSource:
+    """Blocks of one oracle, copied into those of another."""
+
+    def __init__(self, address: BlockAddress, source: OracleRunner, target: OracleRunner) -> None:
+        self._peer = PeerBlocks(address, np.zeros((1, 0), dtype=np.uint8))
+        self._source, self._target = source, target
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._peer.check()
+        for source, target in zip(sources, targets, strict=True):
+            self._target._device[target] = list(self._source._device[source])
+        self._peer.check()
+
+
+class Exchange:
+    """Requests split over two engines, by a front that follows each of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.clock = Clock()
+        self.ends: Counter[str] = Counter()
+        self.stage: dict[int, str] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.leases: dict[int, PrefixLease] = {}
+        self.next_number = 0
+        self.new_prefill()
+        self.new_decode()
+
+    def new_prefill(self) -> None:
+        self.prefill = Prefill(self.dice.choice([24, 60]), self.clock)
+
+    def new_decode(self) -> None:
+        self.decode = Side(self.dice.choice([16, 60]), self.dice.choice([0, 12]))
+        self.imports = PrefixImports(
+            self.decode.scheduler,
+            LAYOUT,
+            lambda address: OracleSource(address, self.prefill.runner, self.decode.runner),
+            copy_bytes=self.dice.choice([1, 3]),
+        )
+
+    # What happens.
+
+    def arrive(self) -> None:
+        number, self.next_number = self.next_number, self.next_number + 1
+        start = self.dice.choice([[1, 2, 3] * 6, [5] * 9])
+        prompt = [*start, *(self.dice.randrange(VOCAB) for _ in range(self.dice.randint(1, 20)))]
+        self.prompts[number], self.stage[number] = prompt, "prefill"
+        self.prefill.add(number, prompt[: (len(prompt) - 1) // BLOCK * BLOCK], 1)
+
+    def step_prefill(self) -> None:
+        for number in self.prefill.step():
+            if self.stage.get(number) == "prefill":
+                self.lease(number)
+
+    def lease(self, number: int) -> None:
+        prompt = self.prompts[number]
+        try:
+            self.leases[number] = lease = self.prefill.exports.lease("", prompt[: (len(prompt) - 1) // BLOCK * BLOCK])
+            self.imports.begin(number, BlockOwner(RequestId(number), "", 0), prompt, lease)
+            self.stage[number] = "import"
+        except TransferFailed as failed:
+            self.submit(number, failed.reason.value)
+
+    def submit(self, number: int, end: str) -> None:
+        """To the decode engine, whatever came of the transfer."""
+        self.let_go(number)
+        self.ends[end] += 1
+        self.stage[number] = "decode"
+        self.decode.add(number, self.prompts[number], 6)
+
+    def let_go(self, number: int) -> None:
+        lease = self.leases.pop(number, None)
+        if lease is not None:
+            self.prefill.exports.release(lease.address.slot, lease.address.generation)
+
+    def copy(self) -> None:
+        done = self.imports.advance()
+        if done is not None and self.stage.get(done.token) == "import":
+            self.submit(done.token, "copied" if done.failure is None else done.failure.value)
+
+    def step_decode(self) -> None:
+        for number, tokens in self.decode.step().items():
+            if self.stage.pop(number, None) is not None:
+                prompt = np.array(self.prompts.pop(number), dtype=np.int32)
+                assert tokens == list(islice(continuation(prompt, VOCAB), 6)), number
+                self.ends["answered"] += 1
+
+    def abort(self) -> None:
+        if self.stage:
+            number = self.dice.choice(sorted(self.stage))
+            stage = self.stage.pop(number)
+            del self.prompts[number]
+            self.ends[f"aborted {stage}"] += 1
+            self.let_go(number)  # a copy that still runs is dropped: its lease has ended
+            (self.prefill if stage == "prefill" else self.decode).scheduler.abort(RequestId(number))
+
+    def pass_time(self) -> None:
+        self.clock.now_s += self.dice.choice([0.1, LEASE_S])
+        self.prefill.exports.expire()
+
+    def kill_prefill(self) -> None:
+        self.prefill.kill()
+        self.leases.clear()
+        self.new_prefill()
+        for number in [number for number, stage in self.stage.items() if stage == "prefill"]:
+            self.submit(number, TransferFailure.ENGINE_LOST.value)
+
+    def kill_decode(self) -> None:
+        """Its clients are told."""
+        for number in [number for number, stage in self.stage.items() if stage != "prefill"]:
+            self.let_go(number)
+            del self.stage[number], self.prompts[number]
+        self.new_decode()
+
+    def lose_steps(self) -> None:
+        dice = self.dice
+        side = dice.choice([self.prefill, self.decode])
+        side.scheduler.lose_steps(keep_cache=dice.random() < 0.5)
+        self.prefill.exports.expire()
+
+    def run(self, num_events: int) -> None:
+        events = [self.arrive, self.step_prefill, self.step_decode, self.copy, self.abort, self.pass_time,
+                  self.kill_prefill, self.kill_decode, self.lose_steps]  # fmt: skip
+        weights = [12, 30, 30, 20, 2, 3, 1, 0.3, 0.5]
+        for number in range(num_events):
+            self.dice.choices(events, weights)[0]()
+            if number % 16 == 0:
+                self.audit()
+        while self.stage:
+            self.step_prefill()
+            self.copy()
+            self.step_decode()
+        while not (self.imports.idle and self.prefill.scheduler.idle and self.decode.scheduler.idle):
+            self.step_prefill()  # what was aborted
+            self.copy()
+            self.step_decode()
+        assert not len(self.prefill.exports) and not self.prefill.shared.num_leases, "a lease has no reader"
+        for side in (self.prefill, self.decode):
+            audit_rest(side.scheduler)
+        self.prefill.kill()
+
+    def audit(self) -> None:
+        audit(self.prefill.scheduler)
+        audit(self.decode.scheduler)
+
+
+def run_exchanges(seeds: range, num_events: int) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        exchange = Exchange(seed)
+        exchange.run(num_events)
+        ends += exchange.ends
+    return ends
+
+
+def test_every_answer_is_that_of_one_engine_and_no_block_is_left() -> None:
+    ends = run_exchanges(range(6), 300)
+    assert ends["copied"] > 20 and ends["answered"] > 20, ends
+    kinds = {TransferFailure.ENGINE_LOST, TransferFailure.LEASE_ENDED, TransferFailure.NO_ROOM}
+    assert all(ends[kind.value] for kind in kinds), ends
+    assert all(ends[f"aborted {stage}"] for stage in ("prefill", "import", "decode")), ends
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(5))
+def test_ten_thousand_split_requests(part: int) -> None:
+    ends = run_exchanges(range(100 + 14 * part, 114 + 14 * part), 1500)
+    assert sum(ends[kind] for kind in ("copied", *(each.value for each in TransferFailure))) >= 2000, ends
+
+
+def test_a_lease_is_of_one_memory_and_one_time() -> None:
+    shared = SharedBlocks(3, 8)
+    shared.blocks[:] = np.arange(24, dtype=np.uint8).reshape(3, 8)
+    address = shared.grant()
+    assert address is not None
+    targets = np.zeros((4, 8), dtype=np.uint8)
+    peer = PeerBlocks(address, targets)
+    peer.copy([2, 1], [0, 3])
+    assert targets[0].tolist() == list(range(16, 24)) and targets[3].tolist() == list(range(8, 16))
+    shared.revoke(address.slot)
+    with pytest.raises(LeaseEnded):
+        peer.copy([1], [1])
+    assert not targets[1].any(), "nothing is read after its lease"
+    again = shared.grant()
+    assert again is not None and again.slot == address.slot and again.generation != address.generation
+    for other in (address, again._replace(epoch=again.epoch + 1), again._replace(descriptor=1 << 20)):
+        with pytest.raises(LeaseEnded):
+            PeerBlocks(other, targets)
+    assert [shared.grant() is None for _ in range(MAX_LEASES)] == [False] * (MAX_LEASES - 1) + [True]
+    shared.close()
+
+
+def test_another_layout_and_a_full_cache_are_refused() -> None:
+    clock = Clock()
+    prefill, decode = Prefill(40, clock), Side(8)
+    prompt = list(range(30))
+    prefill.add(0, prompt, 1)
+    while not prefill.scheduler.idle:
+        prefill.step()
+    lease = prefill.exports.lease("", prompt)
+    assert lease.num_tokens == 28 and len(lease.blocks) == 7
+    owner = BlockOwner(RequestId(0), "", 0)
+    for layout, reason in (("other", TransferFailure.LAYOUT), (LAYOUT, TransferFailure.NO_ROOM)):
+        imports = PrefixImports(
+            decode.scheduler, layout, lambda address: OracleSource(address, prefill.runner, decode.runner)
+        )
+        with pytest.raises(TransferFailed) as failed:
+            imports.begin(0, owner, prompt, lease)
+        assert failed.value.reason is reason and reason.text in str(failed.value) and imports.idle
+    with pytest.raises(TransferFailed):
+        prefill.exports.lease("another tenant", prompt)
+    clock.now_s = LEASE_S
+    prefill.exports.expire()
+    audit_rest(prefill.scheduler)
+    audit_rest(decode.scheduler)
+    prefill.kill()

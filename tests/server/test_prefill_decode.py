@@ -1,0 +1,159 @@
+"""Prefill/decode split: prompts computed by one engine process and copied by another; the end of either."""
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.prefix_transfer import EngineRole, TransferFailure
+from quire.server.async_engine import AsyncEngine
+from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.prefill_decode import MIN_SPLIT_TOKENS, PrefillEngines, SplitRequest
+from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
+from quire.server.request_stream import RequestStream
+
+LINES = """{"step_ms": 20}
+{"say": "Hello there."}
+"""
+
+
+class Split:
+    """One decode engine, one prefill engine, and a client of both."""
+
+    def __init__(self, opened: OpenedModel, config: EngineConfig, script: str | None) -> None:
+        decode, prefill = AsyncEngine(opened.tokenizer, monotonic), AsyncEngine(opened.tokenizer, monotonic)
+        self.split = PrefillEngines([prefill], monotonic)
+        self.ends: list[SplitRequest] = []
+        self.split.ended = self.ends.append
+        self.engine = ReplicatedEngine([decode], self.split)
+        self.supervisor = ReplicaSupervisor(
+            [Supervisor(config, script, decode, clock=monotonic, role=EngineRole.DECODE)],
+            self.engine,
+            [Supervisor(config, script, prefill, clock=monotonic, serving=False, role=EngineRole.PREFILL)],
+        )
+
+    def submit(self, prompt: list[int], max_tokens: int = 12) -> RequestStream:
+        return self.engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), streaming=True)
+
+    async def answer(self, stream: RequestStream) -> list[int]:
+        try:
+            output = await stream.output()
+            return list(output.outputs[0].token_ids)
+        finally:
+            stream.close()
+
+    async def explain(self, stream: RequestStream) -> str:
+        reply = json.loads(await self.engine.query("explain", stream.state.number))
+        return "\n".join(reply["lines"])
+
+    def signal_prefill(self, number: signal.Signals) -> None:
+        process = self.supervisor.prefill[0].engine_pid
+        assert process is not None
+        os.kill(process, number)
+
+    async def until(self, prefill: Health) -> None:
+        async with asyncio.timeout(60):
+            while self.supervisor.prefill[0].health is not prefill:
+                await asyncio.sleep(0.01)
+
+    async def assert_nothing_is_held(self) -> None:
+        """Every block of both engines is free or cached, once the latest statistics have come."""
+        async with asyncio.timeout(20):
+            for engine in (*self.engine._engines, *self.split.engines):
+                while True:
+                    stats = engine.stats
+                    if stats is not None and stats.num_blocks == stats.num_free_blocks + stats.num_evictable_blocks:
+                        break
+                    await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def two_engines(config: EngineConfig, script: str | None) -> AsyncIterator[Split]:
+    made = Split(open_model(config), config, script)
+    await made.supervisor.first_start()
+    watching = asyncio.create_task(made.supervisor.watch())
+    try:
+        yield made
+    finally:
+        await made.supervisor.stop()
+        await watching
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [(seed * 7919 + place * place) % 1000 + 10 for place in range(num_tokens)]
+
+
+def test_long_prompts_are_split_and_survive_the_prefill_engine(default_model_path: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text(LINES)
+
+    async def body() -> None:
+        async with two_engines(EngineConfig(max_num_seqs=8), str(script)) as split:
+            short = split.submit(prompt_of(0, MIN_SPLIT_TOKENS - 1))
+            expected = await split.answer(short)
+            assert not split.ends and "prefill engine" not in await split.explain(short), "short prompts stay"
+            long = split.submit(prompt_of(1, 1000))
+            assert await split.answer(long) == expected
+            assert split.ends == [SplitRequest(0, None)], "a script has blocks without bytes"
+            assert "992 tokens were computed by a prefill engine and copied" in await split.explain(long)
+            again = split.submit(prompt_of(1, 1000))
+            await split.answer(again)
+            assert len(split.ends) == 1, "its prompt is cached where it decodes"
+            left = [split.submit(prompt_of(seed, 2000)) for seed in range(2, 6)]
+            await asyncio.sleep(0)  # their prompts are sent
+            for stream in left:
+                stream.close()
+            await split.assert_nothing_is_held()
+            assert len(split.ends) == 1
+            split.signal_prefill(signal.SIGSTOP)
+            killed = [split.submit(prompt_of(seed, 2000)) for seed in range(6, 10)]
+            await asyncio.sleep(0)
+            split.signal_prefill(signal.SIGKILL)
+            assert await asyncio.gather(*map(split.answer, killed)) == [expected] * 4
+            for each in killed:
+                assert "the prefill engine ended" in await split.explain(each)
+            await split.until(Health.READY)
+            is_ready, split.split.is_ready = split.split.is_ready, lambda rank: False
+            without = split.submit(prompt_of(10, 2000))
+            assert await split.answer(without) == expected
+            assert "no prefill engine was ready" in await split.explain(without)
+            split.split.is_ready = is_ready
+            after = split.submit(prompt_of(11, 2000))
+            assert await split.answer(after) == expected and split.ends[-1].failure is None
+            reasons = Counter(each.failure for each in split.ends)
+            assert reasons == {None: 2, TransferFailure.ENGINE_LOST: 4, TransferFailure.NO_ENGINE: 1}
+            roles = {each.role: (each.num_submitted, each.num_restarts) for each in split.supervisor.loads()}
+            assert roles == {"decode": (13, 0), "prefill": (10, 1)}
+            await split.assert_nothing_is_held()
+
+    asyncio.run(body())
+
+
+@pytest.mark.long
+def test_copied_blocks_give_the_answer_of_one_engine(shallow_default: Path) -> None:
+    """The real model: the same prompts with their blocks copied, and computed by the decode engine itself."""
+
+    async def body() -> None:
+        config = EngineConfig(max_num_seqs=4, kv_cache_memory=256 << 20, max_model_len=2048, threads=1)
+        async with two_engines(config, None) as split:
+            prompts = [prompt_of(1, 600), prompt_of(1, 580) + prompt_of(2, 40)]
+            copied = [await split.answer(split.submit(prompt)) for prompt in prompts]
+            assert [each.failure for each in split.ends] == [None] and split.ends[0].num_bytes > 0
+            assert len(set(copied[0])) > 1
+            await split.engine.query("reset_prefix_cache")
+            split.split.is_ready = lambda rank: False
+            alone = [await split.answer(split.submit(prompt)) for prompt in prompts]
+            assert alone == copied
+            await split.assert_nothing_is_held()
+
+    asyncio.run(body())
