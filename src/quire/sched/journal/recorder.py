@@ -183,6 +183,7 @@ class Journal:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._ended = False
+        self.error: OSError | None = None  # what ended it early
         self._checksum = 0
         self._expected = ExpectedEmitters(spec.max_rows)
         self._tokens = TokenLog(spec.max_rows)
@@ -319,6 +320,7 @@ class Journal:
 
     def _fail(self, error: OSError) -> None:
         _log.error("the journal cannot be written: %s; it ends after step %d", error.strerror, self._last_absorbed)
+        self.error = error
         self._end()
 
 

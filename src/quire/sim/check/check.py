@@ -161,6 +161,8 @@ def run_trial(
         report.violations.append(Violation(trial_seed, str(scenario), f"{type(broken).__name__}: {broken}"))
     if isinstance(trial.scheduler, JournaledScheduler):
         trial.scheduler.journal.close()
+        if trial.scheduler.journal.error is not None:
+            raise trial.scheduler.journal.error
     report.trials += 1
     report.steps += max(trial.steps, 1)
     counters = trial.scheduler.counters
