@@ -201,6 +201,10 @@ class EngineConfig:
         "--tensor-parallel-size", 1, 1, 64,
         "Processes that divide every layer of the model among them, on CPUs.",
     )  # fmt: skip
+    pipeline_parallel_size: int = _integer(
+        "--pipeline-parallel-size", 1, 1, 64,
+        "Stages that divide the layers of the model among them, each of --tensor-parallel-size processes, on CPUs.",
+    )  # fmt: skip
     tenant_weights: Mapping[str, float] = field(
         default_factory=dict,
         metadata={"setting": Setting("mapping", "Weight of a tenant in fair scheduling; 1 if not given.")},
@@ -255,6 +259,7 @@ class SettingsDict(TypedDict, total=False):
     seed: int
     threads: int | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     tenant_weights: Mapping[str, float]
 
 
@@ -310,7 +315,6 @@ def shows_settings(function: Function) -> Function:
 
 
 _REPLICAS = "use --replicas of quire serve"
-_ONE_MACHINE = "a model runs on one machine; omit it"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
@@ -318,10 +322,11 @@ _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_n
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
 # are settings, written as flags on the command line.
 _FOREIGN = {
-    "pipeline_parallel_size": _ONE_MACHINE,
     "data_parallel_size": _REPLICAS,
     "tp": "use {tensor_parallel_size}",
     "tp_size": "use {tensor_parallel_size}",
+    "pp": "use {pipeline_parallel_size}",
+    "pp_size": "use {pipeline_parallel_size}",
     "dp_size": _REPLICAS,
     "n_gpu_layers": "all layers run on one device, which {device} chooses; omit it",
     "enforce_eager": "CUDA graphs are captured automatically on GPUs; omit it",

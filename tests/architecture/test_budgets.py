@@ -27,7 +27,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "kernels/gpu/hopper_support.py": "must load where Gluon is missing",
     "layers/attention.py": "one layer",
     "layers/linear.py": "two layers",
-    "layers/parallel.py": "two layers of a group of ranks",
+    "sched/pipelining.py": "one rule: which rows of a pipeline decode in a step",
     "server/openai/embeddings.py": "one endpoint; its work is in server/prompt_group.py, shared with Ollama's",
     "server/static_files.py": "the only file that serves files",
     "weights/dequantize.py": "the protocol, loaded without gguf",

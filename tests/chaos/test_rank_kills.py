@@ -1,4 +1,4 @@
-"""`kill -9` of a rank of a tensor-parallel engine at random steps: every client is told, and nothing is left behind."""
+"""`kill -9` of a random rank of an engine at random steps: every client is told, and nothing is left behind."""
 
 import asyncio
 import os
@@ -6,10 +6,13 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.conftest import Dose, Report
 from tests.llm.tiny import tiny_llama, write_model
 from tests.server.many_clients import RawClient, RawResponse, request
 from tests.server.server_process import START_PATIENCE_S, Running, is_alive, serving, wait_until, wait_until_at_rest
+from tests.tiers import long_only
 
 NUM_STREAMS = 6
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "4MiB")
@@ -36,22 +39,27 @@ def strike(server: Running, victim: int, num_chunks: int) -> list[RawResponse]:
     return asyncio.run(crowd())
 
 
-def test_a_rank_is_killed_at_random_steps(tmp_path: Path, report: Report, dose: Dose) -> None:
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), *long_only([(2, 2), (4, 1)])])
+def test_a_rank_is_killed_at_random_steps(
+    tmp_path: Path, report: Report, dose: Dose, size: int, num_stages: int
+) -> None:
     rng = random.Random(11)
     folder = write_model(tmp_path, tiny_llama())
-    with serving(str(folder), "--tensor-parallel-size", "2", *SETTINGS) as server, server.client() as client:
+    ranks = ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(num_stages))
+    with serving(str(folder), *ranks, *SETTINGS) as server, server.client() as client:
         expected = client.post("/v1/completions", json=CONTROL).json()["choices"]
         num_files = server.num_files
         for _ in range(dose(2)):
             engine = server.engine_pid
-            [rank] = children_of(engine, "quire.engine.rank_main")
-            responses = strike(server, rank, rng.randrange(1, 12))
+            pids = children_of(engine, "quire.engine.rank_main")
+            assert len(pids) == size * num_stages - 1
+            responses = strike(server, rng.choice(pids), rng.randrange(1, 12))
             assert all(each.failed and not each.complete for each in responses), "every client is told"
             wait_until(lambda: client.get("/ready").status_code == 200, START_PATIENCE_S)
-            assert not is_alive(engine) and not is_alive(rank)
+            assert not any(is_alive(pid) for pid in (engine, *pids))
             assert client.post("/v1/completions", json=CONTROL).json()["choices"] == expected
             wait_until_at_rest(client)
             assert server.num_files <= num_files + 2
-        [rank] = children_of(server.engine_pid, "quire.engine.rank_main")
-    assert not is_alive(rank), "it ends with the server"
-    report("ranks killed under streams", dose(2))
+        pids = children_of(server.engine_pid, "quire.engine.rank_main")
+    assert pids and not any(is_alive(pid) for pid in pids), "they end with the server"
+    report(f"ranks killed under streams, TP {size} × PP {num_stages}", dose(2))

@@ -73,7 +73,6 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("run -m smollm2 hi", 'quire run smollm2 "PROMPT"'),
         ("batch a.jsonl -o b.jsonl --model x", "quire batch INPUT.jsonl x\n"),
         ("doctor --model smollm2", "No such option"),
-        ("serve --pipeline-parallel-size 2", "There is no --pipeline-parallel-size here: a model runs on one machine;"),
         ("serve --trust-remote-code", "code of a model's folder is never run"),
         ("serve --max-num-queued-reqs=9", "use --max-waiting."),
         ("run hi --swap-space 4", "use --host-kv-memory"),

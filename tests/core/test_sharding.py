@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import ConfigError
-from quire.core.sharding import Shard, check_divisible
+from quire.core.sharding import Shard, check_divisible, check_stages
 from quire.formats.presets import SHAPES
 
 SPEC = SHAPES["qwen3-0.6b"]  # 16 heads, 8 key heads
@@ -40,3 +40,23 @@ def test_the_parts_are_the_whole(size: int, vocab_size: int) -> None:
 def test_what_cannot_be_divided_is_refused(changes: dict[str, int], size: int, possible: str) -> None:
     with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*--tensor-parallel-size {possible}\b"):
         check_divisible(replace(SPEC, **changes), size)
+
+
+@given(st.integers(1, 28), st.integers(1, 4))
+def test_the_stages_are_the_whole(num_stages: int, size: int) -> None:
+    check_stages(SPEC, num_stages)
+    spec = replace(SPEC, windows=tuple(range(28)))
+    shards = [Shard.of(number, size, num_stages) for number in range(size * num_stages)]
+    assert [shard.number for shard in shards] == list(range(size * num_stages))
+    stages = shards[::size]
+    assert [layer for shard in stages for layer in shard.layers(spec)] == list(range(28))
+    assert [window for shard in stages for window in shard.spec(spec).windows] == list(range(28))
+    sizes = [shard.spec(spec).num_layers for shard in stages]
+    assert sizes == sorted(sizes, reverse=True), "rank 0 has the most: KV caches are sized by it"
+    assert sizes[0] - sizes[-1] <= 1
+    assert [shard.is_first for shard in stages].count(True) == [shard.is_last for shard in stages].count(True) == 1
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 29, .* Use --pipeline-parallel-size 28 or less"):
+        check_stages(SPEC, 29)

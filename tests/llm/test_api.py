@@ -246,8 +246,8 @@ def test_an_unknown_model_is_an_error_of_one_sentence():
 def test_settings_are_understood_as_on_the_command_line(tiny_folder):
     small = LLM(tiny_folder, dtype="float32", kv_cache_memory="1MiB", max_model_len="auto")
     assert small.built.resolved.kv_bytes == 1 << 20
-    with pytest.raises(QuireError, match=r"There is no pipeline_parallel_size here: a model runs on one machine"):
-        LLM(tiny_folder, pipeline_parallel_size=2)
+    with pytest.raises(QuireError, match=r"There is no pp_size here: use pipeline_parallel_size"):
+        LLM(tiny_folder, pp_size=2)
     with pytest.raises(TypeError, match=r"did you mean kv_cache_memory\?"):
         LLM(tiny_folder, kv_cache_mem="1MiB")
     with pytest.raises(QuireError, match=r"kv_cache_memory: 'much' is not a size; write a number, or for example 32k"):

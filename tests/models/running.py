@@ -16,8 +16,10 @@ def run(
     block_size: int = 4,
     seed: int = 0,
     device: str = "cpu",
+    samples: bool = True,
 ) -> list[Tensor]:
-    """The logits after every token of every prompt, computed as scheduled. Unwritten memory is poison."""
+    """The logits after every token of every prompt, computed as scheduled. Unwritten memory is poison. A pipeline stage
+    that does not sample gives its hidden states."""
     pages = Pages.shuffled([len(prompt) for prompt in prompts], block_size, seed)
     geometry = model.kv_geometry
     poison = float("nan") if geometry.dtype.is_floating_point else min(2**20, torch.iinfo(geometry.dtype).max)
@@ -28,7 +30,8 @@ def run(
         parts = {sequence: Part(done[sequence], count) for sequence, count in step.items()}
         tokens = [prompts[s][part.num_before : part.num_before + part.num_new] for s, part in parts.items()]
         flat = torch.tensor([token for chunk in tokens for token in chunk], device=device)
-        rows = model.logits(model.forward(flat, pages.layout(parts, device), kv))
+        hidden = model.forward(flat, pages.layout(parts, device), kv)
+        rows = model.logits(hidden) if samples else hidden
         for sequence, chunk in zip(parts, rows.split([len(chunk) for chunk in tokens]), strict=True):
             logits[sequence].append(chunk)
             done[sequence] += len(chunk)

@@ -39,16 +39,22 @@ def cut(weights: DecoderWeights, spec: ModelSpec, shard: Shard) -> DecoderWeight
         width = -(-len(x) // shard.size)
         return x[shard.rank * width : (shard.rank + 1) * width]
 
-    layers = []
-    for layer in weights.layers:
+    layers, held = [], shard.layers(spec)
+    for layer in weights.layers[held.start : held.stop]:
         fields = {name: getattr(layer, name) for name in LayerWeights.__slots__}
         fields |= {name: joint(fields[name]) for name in ("qkv", "qkv_bias")}
         fields |= {name: gated(fields[name]) for name in ("gate_up", "gate_up_bias")}
         fields |= {name: part(fields[name].T).T for name in ("output", "down")}
         layers.append(LayerWeights(**fields))
-    embedding = vocabulary(weights.embedding)
-    head = embedding if weights.head is weights.embedding else vocabulary(weights.head)
-    return DecoderWeights(embedding, tuple(layers), weights.final_norm, head)
+    embedding, head = vocabulary(weights.embedding), vocabulary(weights.head)
+    if weights.head is weights.embedding and shard.num_stages == 1:
+        head = embedding
+    return DecoderWeights(
+        embedding if shard.is_first else embedding[:0],
+        tuple(layers),
+        weights.final_norm if shard.is_last else weights.final_norm[:0],
+        head if shard.is_last else head[:0],
+    )
 
 
 def on_ranks(size: int, work: Callable[[ProcessGroup], Result]) -> list[Result]:
@@ -56,3 +62,21 @@ def on_ranks(size: int, work: Callable[[ProcessGroup], Result]) -> list[Result]:
     rendezvous = new_rendezvous()
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(ProcessGroup(Shard(rank, size), rendezvous)), range(size)))
+
+
+def on_stages(
+    size: int, num_stages: int, work: Callable[[Shard, ProcessGroup | None, ProcessGroup], Result]
+) -> list[Result]:
+    """What each rank of a pipeline returns; it gets its own group, and that of all ranks."""
+    rendezvous = new_rendezvous()
+    ranks = [Shard.of(number, size, num_stages) for number in range(size * num_stages)]
+    kept: list[ProcessGroup] = []  # the last tensor may arrive after its sender has returned
+
+    def each(shard: Shard) -> Result:
+        everyone = ProcessGroup(Shard(shard.number, len(ranks)), rendezvous, "pipeline")
+        kept.append(everyone)
+        group = ProcessGroup(shard, rendezvous, f"stage {shard.stage}") if size > 1 else None
+        return work(shard, group, everyone)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(each, ranks))

@@ -10,11 +10,12 @@ from quire.core.sharding import Shard
 from quire.dist.process_group import ProcessGroup
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.interface import Kernels
+from quire.layers.parallel import StageEnds
 from quire.models.decoder import Decoder
 from tests.kernels.cpu_kernels import each_kernels, native_kernels
 from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
 from tests.models.running import in_chunks, run
-from tests.models.shards import cut, on_ranks
+from tests.models.shards import cut, on_ranks, on_stages
 
 LENGTHS = [11, 1, 19]
 
@@ -87,5 +88,35 @@ def test_a_vocabulary_that_no_number_divides_is_padded_and_cut() -> None:
     twin = replace(twin, spec=spec, weights=replace(twin.weights, **tables))
     first, second = rank_logits(twin, "torch", 2)
     assert first.shape[1] == VOCAB + 1
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole_logits(twin, "torch"), rtol=1e-4, atol=1e-4)
+
+
+def stage_logits(twin: Twin, kernels: str, size: int, num_stages: int) -> list[Tensor]:
+    """Of the ranks of the last stage; the others have none."""
+
+    def logits(shard: Shard, group: ProcessGroup | None, everyone: ProcessGroup) -> Tensor | None:
+        ends = StageEnds(shard, twin.spec.hidden_size, everyone)
+        weights = cut(twin.weights, twin.spec, shard)
+        decoder = Decoder(shard.spec(twin.spec), weights, kernels_of(kernels), 32, group, ends)
+        found = run(decoder, prompts(), in_chunks(LENGTHS, 7), samples=shard.is_last)
+        return torch.cat(found) if shard.is_last else None
+
+    return [each for each in on_stages(size, num_stages, logits) if each is not None]
+
+
+@each_kernels
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_two_stages_give_the_bits_of_one_process(family: Family, name: str) -> None:
+    """Of the same kernels layer by layer, which a group of one rank has."""
+    twin = build(family)
+    [found] = stage_logits(twin, name, 1, 2)
+    assert torch.equal(found, rank_logits(twin, name, 1)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_two_stages_of_two_ranks_give_the_logits_of_one_process(family: Family) -> None:
+    twin = build(family)
+    first, second = stage_logits(twin, "torch", 2, 2)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole_logits(twin, "torch"), rtol=1e-4, atol=1e-4)

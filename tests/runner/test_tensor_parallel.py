@@ -27,12 +27,12 @@ class Counting:
         self.plans.append(plan)
         if plan.step == self.wrong_step and self.wrong_step == 13:
             raise ValueError("no luck")
-        return CountedStep(plan.step + (plan.step == self.wrong_step))
+        return CountedStep(plan.step, plan.step + (plan.step == self.wrong_step))
 
 
 class CountedStep:
-    def __init__(self, token: int) -> None:
-        self.token, self.step = token, token
+    def __init__(self, step: int, token: int) -> None:
+        self.token, self.step = token, step
         self.drafted: dict[Row, IntArray] = {}
 
     def sample(self, masks: Masks) -> None:
@@ -145,7 +145,7 @@ def test_a_failure_of_rank_0_ends_the_group() -> None:
 
 
 def test_the_checksum_tells_results_apart() -> None:
-    result = CountedStep(5).wait()
+    result = CountedStep(5, 5).wait()
     changed = [
         replace(result, tokens=result.tokens + 1),
         replace(result, rows=result.rows + 1),

@@ -43,7 +43,7 @@ def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) ->
         paused = {row for row in expected if data.draw(st.integers(0, 3)) == 0}
         if paused and paused == {row for row, walker in rows.items() if not walker.is_finishing}:
             for row in paused:  # no row would compute: the step is planned again
-                calendar.book_again(Row(row))
+                calendar.book_again(Row(row), step)
             assert sorted(calendar.due(step).tolist()) == sorted(paused)
         fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.intp)
         calendar.book_granted(fed, step)

@@ -10,13 +10,13 @@ from quire.core.ids import BlockId, IntArray, Row
 from quire.core.moves import Place, Tier
 from quire.core.request import Sequence
 from quire.core.step import FinishedRow, FinishReason, Pending, StepPlan
-from quire.engine.oracle_runner import TorchOracleRunner, rank_oracle, torch_oracle
+from quire.engine.oracle_runner import PipelineOracle, TorchOracleRunner, rank_oracle, torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import OracleRunner, SimRows, SimStep
-from tests.tiers import examples
+from tests.tiers import choices, examples, long_only
 
 NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
 FAILED_ONCE = [int(line) for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()[1:]]
@@ -65,6 +65,26 @@ def test_the_integer_model_behind_the_fan_out() -> None:
         run_trial(3_000_000 + trial, report, rank_oracle, min_tokens=False)
     assert report.violations == []
     assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
+
+
+def test_the_integer_model_in_two_pipeline_stages() -> None:
+    """The second stage compares what the first has computed from its own rows and blocks, with two steps in flight."""
+    report = CheckReport(3)
+    for trial in (6, 7):  # with grammars and lost steps
+        run_trial(3_000_000 + trial, report, PipelineOracle, min_tokens=False, num_stages=2)
+    assert report.violations == []
+    assert {ScenarioEvent.ARRIVE_MASKED, ScenarioEvent.LOSE, ScenarioEvent.DEMOTE} <= set(report.events)
+
+
+@pytest.mark.parametrize("num_stages", [2, *long_only([3])])
+def test_no_row_is_in_two_steps_of_a_pipeline(num_stages: int) -> None:
+    report = CheckReport(3)
+    for trial in choices(
+        (142,), range(80, 160)
+    ):  # rows beyond the share of a step hold the blocks that those within it need
+        run_trial(trial, report, num_stages=num_stages)
+    assert report.violations == []
+    assert report.preemptions > 0
 
 
 def test_a_wrong_slot_of_the_real_runner_is_found() -> None:

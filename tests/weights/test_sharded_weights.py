@@ -23,7 +23,7 @@ from tests.models.shards import cut
 from tests.weights.loading import load
 from tests.weights.test_stored_weights import mixed, values, written
 
-RANKS = [Shard(0, 2), Shard(1, 2), Shard(3, 4)]
+RANKS = [Shard(0, 2), Shard(1, 2), Shard(3, 4), Shard.of(0, 1, 2), Shard.of(3, 2, 2)]
 
 
 def assert_same(found: DecoderWeights, truth: DecoderWeights, atol: float = 0.0) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress
@@ -98,6 +99,7 @@ def _alone(options: CheckOptions) -> CheckReport:
             options.seed,
             make_runner=_runner(options.runner),
             min_tokens=_has_min_tokens(options.runner),
+            num_stages=_num_stages(options.runner),
             progress=lambda done: progress.update(task, completed=done),
             part=part,
         )
@@ -128,12 +130,19 @@ def _shared(options: CheckOptions) -> CheckReport:
 def _one_scenario(options: CheckOptions) -> CheckReport:
     report = CheckReport(options.seed)
     trial_seed = next(trial_seeds(options.seed, CheckShard())) if options.trial is None else options.trial
-    body, min_tokens = _runner(options.runner), _has_min_tokens(options.runner)
+    trial = partial(
+        run_trial,
+        trial_seed,
+        report,
+        _runner(options.runner),
+        min_tokens=_has_min_tokens(options.runner),
+        num_stages=_num_stages(options.runner),
+    )
     if options.record is None:
-        run_trial(trial_seed, report, body, min_tokens=min_tokens)
+        trial()
         return report
     try:
-        run_trial(trial_seed, report, body, min_tokens=min_tokens, journal=options.record.open("wb"))
+        trial(journal=options.record.open("wb"))
     except OSError as error:
         raise ConfigError(f"{options.record} cannot be written: {error.strerror}.", param="record") from error
     return report
@@ -144,13 +153,19 @@ def _has_min_tokens(runner: str) -> bool:
     return runner == "numpy"
 
 
+def _num_stages(runner: str) -> int:
+    return 2 if runner == "pipeline" else 1
+
+
 def _runner(runner: str) -> RunnerFactory:
     if runner == "numpy":
         return numpy_oracle
-    from quire.engine.oracle_runner import cuda_oracle, rank_oracle, torch_oracle
+    from quire.engine.oracle_runner import PipelineOracle, cuda_oracle, rank_oracle, torch_oracle
 
     if runner == "cuda":
         return cuda_oracle()
+    if runner == "pipeline":
+        return PipelineOracle
     return rank_oracle if runner == "ranks" else torch_oracle
 
 

@@ -370,9 +370,10 @@ def doctor(as_json: bool) -> None:
 @app.command()
 @click.option("--steps", type=click.IntRange(1), default=20_000, show_default=True, help="Audited steps to run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same workloads.")
-@click.option("--runner", type=click.Choice(["numpy", "torch", "ranks", "cuda"]), default="numpy", show_default=True,
+@click.option("--runner", type=click.Choice(["numpy", "torch", "ranks", "pipeline", "cuda"]), default="numpy",
+              show_default=True,
               help="numpy: the oracle runner. torch: the integer model in the model runner. ranks: two of these. "
-              "cuda: on a GPU.")  # fmt: skip
+              "pipeline: two stages. cuda: on a GPU.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
 @click.option("--trial", type=int, help="Run only the scenario with this seed.")
 @click.option("--record", type=click.Path(dir_okay=False, writable=True), metavar="FILE",

@@ -245,7 +245,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
                  "frequency_penalty", "seed", "stop", "system", "chat", "markdown"),
     "Device and memory": ("device", "dtype", "quantization", "attention_backend", "batch_invariant", "threads",
                           "max_model_len", "block_size", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization",
-                          "host_kv_memory", "tensor_parallel_size"),
+                          "host_kv_memory", "tensor_parallel_size", "pipeline_parallel_size"),
     "Scheduling": ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "speculative", "itl_target_ms",
                    "ttft_target_ms", "overcommit", "run_ahead", "regime"),
 }  # fmt: skip

@@ -266,4 +266,4 @@ class EngineFailed(QuireError):
 
 
 class RankFailed(EngineFailed):
-    """A process of a tensor-parallel group failed: no later step can be computed."""
+    """A process of a model that is divided among several failed: no later step can be computed."""

@@ -65,7 +65,11 @@ def receive_frame(connection: socket.socket) -> object | None:
 
 def send_bytes(connection: socket.socket, data: bytes) -> None:
     """Bytes of any meaning as a frame."""
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    connection.sendall(frame_of(data))
+
+
+def frame_of(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 def receive_bytes(connection: socket.socket) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Collectives between ranks: sums, and tensors put together, with torch's gloo over the loopback interface.
+"""Collectives between ranks, and tensors sent from one to another, with torch's gloo over the loopback interface.
 
 The ranks are processes of one machine. They find each other through a file without a name (`memfd`), which they inherit:
 no port is published and no file is left behind. Gloo's own connections are on 127.0.0.1. Sums have the same bits on
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from quire.core.sharding import Shard
 
@@ -29,18 +29,33 @@ def new_rendezvous() -> int:
 class ProcessGroup:
     """The ranks of a group, seen from one of them. Its methods are called by all ranks, in the same order."""
 
-    __slots__ = ("_group", "_rendezvous", "shard")
+    __slots__ = ("_group", "_rendezvous", "_sending", "shard")
 
-    def __init__(self, shard: Shard, rendezvous: int) -> None:
-        """Waits for the other ranks. `rendezvous`: from `new_rendezvous`."""
+    def __init__(self, shard: Shard, rendezvous: int, name: str = "") -> None:
+        """Waits for the other ranks. `rendezvous`: from `new_rendezvous`. `name`: of this group, where several share
+        that."""
         self.shard = shard
         self._rendezvous = rendezvous
-        store = FileStore(f"/proc/self/fd/{rendezvous}", shard.size)
+        store = PrefixStore(name, FileStore(f"/proc/self/fd/{rendezvous}", shard.num_ranks))
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = _TIMEOUT
         options._threads = 1
         self._group: Any = ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+        self._sending: Any = None  # the last send, and its tensor
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """To another rank, which receives it later; waits until the tensor before that has arrived."""
+        x = x.contiguous()
+        if self._sending is not None:
+            self._sending[0].wait()
+        self._sending = self._group.send([x], rank, 0), x
+
+    def receive(self, x: Tensor, rank: int) -> Tensor:
+        """What another rank sends, which has the shape of x, in x."""
+        self._group.recv([x], rank, 0).wait()
+        return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, added in float32, as x. x may be changed."""

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
-from quire.engine.build_ranks import RankCheck, TensorParallelRanks
+from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
 from quire.engine.build_runner import (
     DTYPES,
     allocate_weights,
@@ -52,6 +52,7 @@ from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import KvStores
 from quire.runner.model_runner import ModelRunner
+from quire.runner.pipeline_parallel import StageRunner
 from quire.runner.warmup import measure_transfer, time_steps, warm_up
 from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable
@@ -123,6 +124,7 @@ class BuiltEngine:
             pid=os.getpid(),
             caches_prefixes=resolved.regime == "prefix",
             tensor_parallel_size=resolved.tensor_parallel_size,
+            pipeline_parallel_size=resolved.pipeline_parallel_size,
         )
 
 
@@ -148,8 +150,8 @@ def build(
     opened = opened or open_model(config, reporter.fetching)
     name, checkpoint, tokenizer = opened
     dtype = choose_dtype(config, checkpoint, device)
-    shard = Shard(0, config.tensor_parallel_size)
-    ranks = TensorParallelRanks(config, dtype, device) if shard.size > 1 else None
+    shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+    ranks = Ranks(config, dtype, device) if shard.num_ranks > 1 else None
     spec = shard.spec(checkpoint.spec)
     reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
@@ -160,20 +162,20 @@ def build(
         _load_weights(unfilled, grammars if serving else None)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
     resolved = resolve(config, spec, _kv_token_bytes(spec, choice, DTYPES[dtype]), machine, serving=serving)
-    group = None if ranks is None else ranks.join(resolved)
-    model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, group)
+    groups = RankGroups() if ranks is None else ranks.join(resolved, spec)
+    model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, *groups)
     usage = _weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
     stores = make_stores(model, resolved, choice, device, role)
-    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts)
+    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard)
     reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
             _load_weights(unfilled, grammars if serving else None)
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
-    warm_up(model, stores)
+    warm_up(model, stores, samples=shard.is_last)
     reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     step_times = _step_times(model, stores, runner, choice, reporter)
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
@@ -181,7 +183,7 @@ def build(
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     _connect(engine, role, stores, name, usage)
     memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
-    reporter.done("memory", memory.describe(resolved.tensor_parallel_size))
+    reporter.done("memory", memory.describe(resolved.num_ranks))
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
 
@@ -220,8 +222,9 @@ def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") 
     unfilled.fill()
 
 
-def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
+def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner | StageRunner) -> None:
     """All kernels launched before the first request, those that take longest to compile first."""
+    assert isinstance(runner, ModelRunner), "no pipeline stage is on a GPU"
     runner.dry_run()
     warm_up(model.truncated(), stores)
 
@@ -229,16 +232,16 @@ def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
 def _step_times(
     model: Decoder,
     stores: KvStores,
-    runner: ModelRunner,
+    runner: ModelRunner | StageRunner,
     choice: KernelChoice,
     reporter: StartupReporter,
 ) -> StepTimes | None:
     """Of captured graphs, or on a CPU of two steps. None: a GPU without graphs."""
     if runner.device.type == "cpu":
-        times = time_steps(model, stores, time.monotonic)
+        times = time_steps(model, stores, time.monotonic, samples=isinstance(runner, ModelRunner))
         reporter.done("steps", _describe_times(times))
         return times
-    if choice.row_kernels is None or not choice.capturable:
+    if choice.row_kernels is None or not choice.capturable or isinstance(runner, StageRunner):
         return None
     return _capture_first_graphs(runner, reporter)
 
@@ -286,21 +289,28 @@ def _engine(
     opened: OpenedModel,
     resolved: ResolvedConfig,
     scheduler: Scheduler,
-    runner: ModelRunner,
-    ranks: TensorParallelRanks | None,
+    runner: ModelRunner | StageRunner,
+    ranks: Ranks | None,
     observe: Callable[[Runner], Runner],
     grammars: "GrammarMasks | None",
 ) -> Engine:
     vocab_size = opened.checkpoint.spec.vocab_size
+    computes: Runner
+    preparing: ModelRunner | RankCheck
+    if ranks is not None:
+        computes, preparing = ranks.runner(runner), RankCheck(runner.launches, ranks)
+    else:
+        assert isinstance(runner, ModelRunner), "a pipeline has several ranks"
+        computes = preparing = runner
     return Engine(
         scheduler,
-        observe(runner if ranks is None else ranks.runner(runner)),
+        observe(computes),
         make_validator(vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
         grammars=grammars,
-        preparing=runner if ranks is None else RankCheck(runner, ranks),
+        preparing=preparing,
         span=torch.cuda.nvtx.range if runner.device.type == "cuda" else None,
     )
 

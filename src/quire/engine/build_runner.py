@@ -24,6 +24,7 @@ from quire.runner.device_drafting import DraftConfig, SuffixDrafter
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import KvStores, new_store
 from quire.runner.model_runner import ModelRunner
+from quire.runner.pipeline_parallel import StageRunner
 from quire.weights.allocate import UnfilledWeights, dummy_weights
 from quire.weights.dequantize import Dequantizer
 from quire.weights.load import unfilled_weights
@@ -49,7 +50,7 @@ def choose_kernels(
         quantization,
         config.threads,
         batch_invariant=config.batch_invariant,
-        num_ranks=config.tensor_parallel_size,
+        num_ranks=config.tensor_parallel_size * config.pipeline_parallel_size,
         kv_dtype=_KV_DTYPES[config.kv_cache_dtype],
     )
     if choice.attention:
@@ -101,12 +102,15 @@ def check_role(role: EngineRole, config: EngineConfig, device: torch.device) -> 
             f"use --device cpu.",
             param="prefill_engines",
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--prefill-engines copies whole KV blocks, and --tensor-parallel-size {config.tensor_parallel_size} "
-            f"divides them; omit one of them.",
-            param="prefill_engines",
-        )
+    for flag, size in (
+        ("--tensor-parallel-size", config.tensor_parallel_size),
+        ("--pipeline-parallel-size", config.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(
+                f"--prefill-engines copies whole KV blocks, and {flag} {size} divides them; omit one of them.",
+                param="prefill_engines",
+            )
     if not hasattr(os, "memfd_create"):
         raise ConfigError("--prefill-engines shares memory as Linux does; omit it here.", param="prefill_engines")
 
@@ -119,8 +123,17 @@ def block_layout(name: str, stores: KvStores, weights: str) -> str:
 
 
 def make_runner(
-    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool, planted: bool
-) -> ModelRunner:
+    model: Decoder,
+    stores: KvStores,
+    resolved: ResolvedConfig,
+    choice: KernelChoice,
+    serving: bool,
+    planted: bool,
+    shard: Shard = WHOLE,
+) -> ModelRunner | StageRunner:
+    """What samples, or a pipeline stage before that."""
+    if not shard.is_last:
+        return StageRunner(model, stores, max_rows=resolved.max_num_seqs, max_length=resolved.max_model_len)
     on_host = stores.device.device.type == "cpu" and choice.draft_kernels is None
     return ModelRunner(
         model,

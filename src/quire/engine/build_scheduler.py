@@ -167,6 +167,7 @@ def make_scheduler(
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
         speculation=_speculation(resolved.drafters, captured=bool(captured_sizes)),
+        num_stages=resolved.pipeline_parallel_size,
     )
     spec = SchedulerSpec(
         num_blocks=resolved.num_blocks,

@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound
 from quire.core.model import ModelSpec
 from quire.core.sampling import SamplingParams
-from quire.core.sharding import check_divisible
+from quire.core.sharding import check_divisible, check_stages
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
@@ -60,22 +60,32 @@ def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: boo
 
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.tensor_parallel_size > 1 and config.device == "cuda":
-        raise on_gpus_refused(config.tensor_parallel_size)
-    if config.tensor_parallel_size > 1 and sys.platform != "linux":
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, which needs Linux. Use --tensor-parallel-size 1.",
-            param="tensor_parallel_size",
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size, flag = getattr(config, name), "--" + name.replace("_", "-")
+        if size > 1 and sys.platform != "linux":
+            raise ConfigError(f"{name} is {size}, which needs Linux. Use {flag} 1.", param=name)
+    if config.device == "cuda":
+        refuse_ranks_on_gpus(config)
     check_divisible(spec, config.tensor_parallel_size)
+    check_stages(spec, config.pipeline_parallel_size)
+    if config.pipeline_parallel_size > 1 and config.speculative != "off":
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size} and speculative is {config.speculative}: the "
+            f"first stage cannot verify drafts that only the last one can propose. Use --speculative off, or "
+            f"--tensor-parallel-size instead.",
+            param="speculative",
+        )
 
 
-def on_gpus_refused(size: int) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel_size is {size}, and the device is a GPU: so far, a model is divided among processes on CPUs "
-        f"only. Use --device cpu, or --tensor-parallel-size 1.",
-        param="tensor_parallel_size",
-    )
+def refuse_ranks_on_gpus(config: EngineConfig) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size, flag = getattr(config, name), "--" + name.replace("_", "-")
+        if size > 1:
+            raise ConfigError(
+                f"{name} is {size}, and the device is a GPU: so far, a model is divided among processes on CPUs only. "
+                f"Use --device cpu, or {flag} 1.",
+                param=name,
+            )
 
 
 def find_checkpoint(config: EngineConfig, fetching: Report = ignore) -> tuple[str, Checkpoint]:

@@ -1,8 +1,9 @@
 """The integer model behind the real runner, as a body for `quire check`."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 
 import numpy as np
@@ -13,15 +14,19 @@ from quire.core.errors import ConfigError
 from quire.core.ids import IntArray, Row
 from quire.core.moves import Move, Place, Tier
 from quire.core.oracle import mix, planted_drafts
-from quire.core.step import Pending, RowStart, Runner, StepPlan
+from quire.core.sharding import Shard
+from quire.core.step import Pending, RowStart, Runner, StepPlan, StepResult
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
+from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import RowKernels
 from quire.kernels.select import select_kernels
+from quire.models.interface import Model
 from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import DraftConfig, RowHistory
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
-from quire.runner.tensor_parallel import TensorParallelRunner, follow
+from quire.runner.pipeline_parallel import PipelineParallelRunner, StageRunner, full_answer
+from quire.runner.tensor_parallel import TensorParallelRunner, follow, summary
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 from quire.sim.check.trial import RunnerFactory
 
@@ -88,11 +93,12 @@ class TorchOracleRunner:
         row_kernels: RowKernels | None = None,
         copy_blocks: CopyBlocks | None = None,
         draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
+        wrap: Callable[[OracleModel], Model] = lambda model: model,
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
-        model = OracleModel(vocab_size, self._index_of_block)
+        model = wrap(OracleModel(vocab_size, self._index_of_block))
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         on_host = where.type == "cpu" and row_kernels is None
         on_device = DraftConfig(PlantedDeviceDrafter(vocab_size, max_rows, where), draft_kernels)
@@ -133,7 +139,16 @@ class TorchOracleRunner:
             torch.cuda.synchronize()
         return store[:, 0, :, :, 0, 0]
 
+    def stage(self, scenario: Scenario) -> StageRunner:
+        """The same model and stores as a pipeline stage that does not sample."""
+        max_length = scenario.max_prompt + scenario.max_output
+        return StageRunner(self._runner.model, self._stores, max_rows=scenario.max_rows, max_length=max_length)
+
     def launch(self, plan: StepPlan) -> Pending:
+        self.note_writers(plan)
+        return self._runner.launch(plan)
+
+    def note_writers(self, plan: StepPlan) -> None:
         for row_start in plan.starts:
             searches = row_start.sampling.num_candidates > 0  # a beam's row says nothing of the beam
             self._index_of_row[row_start.row] = 0 if searches else row_start.branch
@@ -141,7 +156,6 @@ class TorchOracleRunner:
             indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
             blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)
             self._index_of_block[blocks] = torch.tensor(indices, device=self._index_of_block.device)
-        return self._runner.launch(plan)
 
 
 def torch_oracle(
@@ -150,6 +164,7 @@ def torch_oracle(
     row_kernels: RowKernels | None = None,
     copy_blocks: CopyBlocks | None = None,
     draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
+    wrap: Callable[[OracleModel], Model] = lambda model: model,
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB_SIZE,
@@ -162,6 +177,7 @@ def torch_oracle(
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,
         draft_kernels=draft_kernels,
+        wrap=wrap,
     )
 
 
@@ -182,13 +198,56 @@ class RankOracle:
         return self._runner.launch(plan)
 
 
-def _follow(follower: Runner, leader: socket.socket) -> None:
+def _follow(follower: Runner, leader: socket.socket, answer: Callable[[StepResult], bytes] = summary) -> None:
     with leader:
-        follow(follower, leader)
+        follow(follower, leader, answer)
 
 
 def rank_oracle(scenario: Scenario) -> RankOracle:
     return RankOracle(torch_oracle(scenario), torch_oracle(scenario))
+
+
+class StageOracle:
+    """The integer model as one of two stages. Each computes all of it, and the second compares its sums with those of
+    the first, which has rows and blocks of its own."""
+
+    def __init__(self, model: OracleModel, sums: "SimpleQueue[Tensor]", *, first: bool) -> None:
+        self._sums, self._first = sums, first
+        self._whole = model
+        self.vocab_size, self.kv_geometry, self.row_decoder = model.vocab_size, model.kv_geometry, model.row_decoder
+
+    def truncated(self) -> "StageOracle":
+        return self
+
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        sums = self._whole.forward(tokens, layout, kv)
+        if self._first:
+            self._sums.put(sums)
+        else:
+            assert torch.equal(sums, self._sums.get()), "the stages computed other tokens, positions or blocks"
+        return sums if selected is None else sums[selected]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._whole.logits(hidden, out)
+
+
+class PipelineOracle:
+    """Two stages behind the fan-out of a pipeline, the last of them on a thread. What a check erases is erased in the
+    first stage only."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        sums: SimpleQueue[Tensor] = SimpleQueue()
+        self._first, last = (
+            torch_oracle(scenario, wrap=partial(StageOracle, sums=sums, first=first)) for first in (True, False)
+        )
+        ours, theirs = socket.socketpair()
+        Thread(target=_follow, args=(last, theirs, full_answer), name="stage 1", daemon=True).start()
+        self._runner = PipelineParallelRunner(self._first.stage(scenario), [ours], Shard.of(0, 1, 2), lambda: None)
+        self.read, self.erase, self.carry = self._first.read, self._first.erase, self._first.carry
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._first.note_writers(plan)
+        return self._runner.launch(plan)
 
 
 def cuda_oracle() -> RunnerFactory:

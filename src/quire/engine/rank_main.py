@@ -1,4 +1,4 @@
-"""`python -m quire.engine.rank_main FD FD FD PARENT`: one rank of a tensor-parallel group, which follows rank 0.
+"""`python -m quire.engine.rank_main FD FD FD PARENT`: one rank of a model that is divided, which follows rank 0.
 
 The descriptors are inherited: the connection to rank 0, the one for heartbeats, and the place where the ranks find each
 other. The process exits with rank 0's: PDEATHSIG on Linux, and closed sockets everywhere, which the heartbeats find
@@ -30,17 +30,16 @@ def main(connection_fd: int, heartbeat_fd: int, rendezvous: int, parent: int) ->
         return 0
     with gc_frozen_imports():  # torch takes seconds: heartbeats are sent meanwhile
         from quire.engine.build_ranks import build_rank
-        from quire.runner.tensor_parallel import follow
 
     try:
-        runner = build_rank(*read_start(start), leader, rendezvous)
+        follow = build_rank(*read_start(start), leader, rendezvous)
     except QuireError as error:
         send_frame(leader, {"error": error.message})
         return error.exit_code
-    if runner is None:
+    if follow is None:
         return 0
     freeze_heap()
-    follow(runner, leader)
+    follow()
     return 0
 
 

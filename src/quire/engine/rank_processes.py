@@ -39,7 +39,7 @@ def start_message(config: EngineConfig, dtype: str) -> dict[str, Any]:
 
 def read_start(message: Any) -> tuple[EngineConfig, Shard]:
     config = EngineConfig(**message["config"])
-    return config, Shard(message["rank"], config.tensor_parallel_size)
+    return config, Shard.of(message["rank"], config.tensor_parallel_size, config.pipeline_parallel_size)
 
 
 def read_sizes(message: Any) -> ResolvedConfig:

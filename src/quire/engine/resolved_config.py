@@ -49,7 +49,13 @@ class ResolvedConfig:
     reasons: dict[str, str] = field(default_factory=dict)
     drafters: tuple[str, ...] = ()  # of speculative decoding
     resident_limit: int | None = None  # KV blocks that unheld prefixes may fill at first; None: all
-    tensor_parallel_size: int = 1  # ranks, each of which has `kv_bytes`
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Each has `kv_bytes`, or less in a pipeline stage with fewer layers."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
@@ -84,6 +90,7 @@ def resolve(
             param="max_num_batched_tokens",
         )
     drafters = _resolve_drafters(config, reasons)
+    run_ahead = 1 if on_gpu else config.pipeline_parallel_size - 1  # a step in every stage
     workspace = _workspace_bytes(spec, rows, budget, drafts=bool(drafters)) if on_gpu else 0
     if on_gpu:
         share = _gpu_share(config, machine, workspace)
@@ -106,7 +113,7 @@ def resolve(
         kv_bytes=kv_bytes,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
-        run_ahead=_pick(reasons, "run_ahead", config.run_ahead, 1 if on_gpu else 0, machine.device),
+        run_ahead=_pick(reasons, "run_ahead", config.run_ahead, run_ahead, machine.device),
         regime=_resolve_regime(config, reasons),
         num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
         workspace_bytes=workspace,
@@ -114,6 +121,7 @@ def resolve(
         drafters=drafters,
         resident_limit=None if on_gpu or config.host_kv_memory else _resident_limit(kv_bytes, num_blocks),
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )
 
 

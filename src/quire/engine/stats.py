@@ -110,7 +110,13 @@ class EngineInfo:
     run_ahead: int
     pid: int
     caches_prefixes: bool = True
-    tensor_parallel_size: int = 1  # ranks, each of which has the memory above
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Each has the memory above, or less."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

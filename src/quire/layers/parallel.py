@@ -1,12 +1,14 @@
-"""Tensor-parallel layers: a projection whose inputs are divided among ranks, and a vocabulary divided among them.
+"""Layers of a group of ranks: a projection and a vocabulary that are divided, and the ends of a pipeline stage.
 
 Each rank multiplies by its part of the weights. The sums and the parts of the logits meet in the process group, so that
-every rank has the same hidden states and the same logits.
+every rank has the same hidden states and the same logits. Between two pipeline stages, each rank sends hidden states to
+the one that has the same place in the next stage.
 """
 
 import torch
 from torch import Tensor
 
+from quire.core.sharding import Shard
 from quire.dist.process_group import ProcessGroup
 from quire.kernels.interface import Kernels, PackedMatrix
 from quire.layers.linear import Linear
@@ -52,3 +54,24 @@ class ParallelVocabulary:
         padded = torch.nn.functional.pad(logits, (0, self._width - logits.shape[1]))
         gathered = self._group.all_gather(padded)
         return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+
+class StageEnds:
+    """Hidden states come from the stage before, and go to the next one."""
+
+    __slots__ = ("_group", "_hidden_size", "shard")
+
+    def __init__(self, shard: Shard, hidden_size: int, group: ProcessGroup) -> None:
+        """group: of the ranks of all stages."""
+        self.shard = shard
+        self._hidden_size = hidden_size
+        self._group = group
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """[tokens, hidden] float32: the sums of embeddings and layers, not normed."""
+        hidden = torch.empty(num_tokens, self._hidden_size, dtype=torch.float32)
+        return self._group.receive(hidden, self._group.shard.rank - self.shard.size)
+
+    def send(self, hidden: Tensor) -> None:
+        """hidden: [tokens, hidden] float32, which the caller does not change any more."""
+        self._group.send(hidden, self._group.shard.rank + self.shard.size)

@@ -25,7 +25,7 @@ from quire.kernels.interface import (
 from quire.kernels.row_interface import EndColumns, GreedyStep, RowColumns
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import GatedMlp, Linear, Projection
-from quire.layers.parallel import ParallelVocabulary, RowParallelLinear
+from quire.layers.parallel import ParallelVocabulary, RowParallelLinear, StageEnds
 from quire.layers.rope import RopeTable
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
@@ -97,7 +97,8 @@ class _Layer:
 class Decoder:
     """A decoder-only transformer over a paged KV store, for sequences of up to `max_length` tokens.
 
-    With a process group it is one rank of it: `spec` and `weights` are that rank's part (`core/sharding.py`).
+    With a process group it is one rank of it: `spec` and `weights` are that rank's part (`core/sharding.py`). With
+    `ends` it is a pipeline stage: all but the first get hidden states instead of tokens, all but the last send them on.
     """
 
     def __init__(
@@ -107,25 +108,29 @@ class Decoder:
         kernels: Kernels,
         max_length: int,
         group: ProcessGroup | None = None,
+        ends: StageEnds | None = None,
     ) -> None:
         self._spec = spec
         self._kernels = kernels
+        self._receives = None if ends is None or ends.shard.is_first else ends.receive
+        self._sends = None if ends is None or ends.shard.is_last else ends.send
         self._vocabulary = (
             None if group is None else ParallelVocabulary(spec.vocab_size, weights.embedding.shape[0], group)
         )
-        self._packed_head = kernels.pack_head(weights.head)
+        self._packed_head = kernels.pack_head(weights.head) if self._sends is None else None
         self._head = weights.head if isinstance(weights.head, Tensor) and not kernels.packs_embedding else None
         self._table = _embedding_table(weights, kernels, self._packed_head)
         self._layers = [_Layer(spec, index, layer, kernels, group) for index, layer in enumerate(weights.layers)]
-        self._final_norm = weights.final_norm
-        dtype, device = weights.embedding.dtype, weights.embedding.device
+        # The last layer of a stage closes with a norm that is not read: the next stage begins with its own.
+        self._final_norm = weights.final_norm if self._sends is None else weights.layers[-1].attention_norm
+        dtype, device = weights.layers[0].qkv.dtype, weights.layers[0].qkv.device
         self._dtype = dtype
         self._activation_dtype = kernels.activation_dtype(dtype)
         ropes = dict.fromkeys(layer.rope for layer in self._layers)  # building a table is slow: one per distinct RoPE
         self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._stack = self._stacked() if group is None else None  # ranks meet after each half of a layer
+        self._stack = self._stacked() if group is None and ends is None else None  # ranks meet between halves of layers
 
     def _stacked(self) -> LayerStack | None:
         spec, order = self._spec, {rope: index for index, rope in enumerate(self._ropes)}
@@ -174,6 +179,7 @@ class Decoder:
     def matrices(self) -> tuple[PackedMatrix, ...]:
         """Every matrix as it is in memory, once: a head that is the embedding too is counted as one."""
         tables = (self._table,) if self._table is self._packed_head else (self._table, self._packed_head)
+        tables = tuple(table for table in tables if table is not None)  # a pipeline stage has one of them, or none
         linears = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers)
         return (*tables, *(linear.packed for layer in linears for linear in layer))
 
@@ -185,30 +191,48 @@ class Decoder:
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
         """tokens: [tokens] int64; kv: the store, see `kernels.interface`; selected: [n] int64. [n, hidden], normed.
 
-        After the last layer's attention only the selected tokens are computed.
+        After the last layer's attention only the selected tokens are computed. A stage before the last one sends the
+        hidden states of all tokens to the next, and returns them.
         """
         rotations = {rope: table.at(layout.positions, layout.max_lengths) for rope, table in self._ropes.items()}
+        embedded = self._embed(tokens) if self._receives is None else None
+        if self._stack is not None:
+            assert embedded is not None
+            return self._stack(embedded, layout, tuple(rotations.values()), kv, selected)
+        step = self._kernels.plan(layout, block_size=kv.shape[3])
+        normed, residual = self._first_inputs(embedded, len(tokens))
+        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            rows_kept = selected if layer is self._layers[-1] and self._sends is None else None
+            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
+            if rows_kept is not None:
+                residual = residual.index_select(0, rows_kept)
+            normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
+            normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
+        if self._sends is None:
+            return normed
+        self._sends(residual)
+        return residual
+
+    def _embed(self, tokens: Tensor) -> Tensor:
         if self._vocabulary is None:
             embedded = self._kernels.embed(tokens, self._table)
         else:
             embedded = self._vocabulary.embed(self._kernels, tokens, self._table)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
-        embedded = embedded.to(self._activation_dtype)
-        if self._stack is not None:
-            return self._stack(embedded, layout, tuple(rotations.values()), kv, selected)
-        step = self._kernels.plan(layout, block_size=kv.shape[3])
-        normed = self._kernels.rms_norm(embedded, self._layers[0].attention_norm, self._spec.norm_eps)
-        residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
-        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            rows_kept = selected if layer is self._layers[-1] else None
-            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
-            if rows_kept is not None:
-                residual = residual.index_select(0, rows_kept)
-            normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
-            normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
-        return normed
+        return embedded.to(self._activation_dtype)
+
+    def _first_inputs(self, embedded: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """What the first layer gets: normed, and the residual in float32, as dozens of additions in bfloat16 would lose
+        accuracy (docs/log.md)."""
+        norm, epsilon = self._layers[0].attention_norm, self._spec.norm_eps
+        if embedded is not None:
+            return self._kernels.rms_norm(embedded, norm, epsilon), embedded.float()
+        assert self._receives is not None
+        residual = self._receives(num_tokens)
+        nothing = torch.zeros_like(residual, dtype=self._activation_dtype)  # the norm has the bits of `_add`
+        return self._kernels.add_rms_norm(nothing, residual, norm, epsilon), residual
 
     @property
     def row_decoder(self) -> "Decoder | None":
@@ -247,6 +271,9 @@ class Decoder:
 
 
 def _embedding_table(weights: DecoderWeights, kernels: Kernels, packed_head: PackedMatrix) -> PackedMatrix:
+    """None in a pipeline stage behind the first."""
+    if not weights.embedding.shape[0]:
+        return None
     if not kernels.packs_embedding:
         return weights.embedding
     return packed_head if weights.head is weights.embedding else kernels.pack_head(weights.embedding)

@@ -22,7 +22,7 @@ from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encod
 from quire.core.step import FinishReason, Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.worker_process import receive_bytes, send_bytes
 
-_PLAN, _MASKS = b"P", b"M"  # the first byte of a frame
+PLAN, MASKS = b"P", b"M"  # the first byte of a frame
 _ANSWER = Struct("<QI")  # step, checksum
 _REASONS = {reason: place for place, reason in enumerate(FinishReason)}
 
@@ -36,61 +36,85 @@ def checksum(result: StepResult) -> int:
     return number
 
 
+def summary(result: StepResult) -> bytes:
+    """What a rank answers that samples as others do."""
+    return _ANSWER.pack(result.step, checksum(result))
+
+
+class Followers:
+    """The connections of rank 0 to some other ranks, by their number. A failure of any of them is the end of all."""
+
+    def __init__(self, connections: Mapping[int, socket.socket], why_lost: Callable[[], str | None]) -> None:
+        """`why_lost`: what is known about a rank that ended; may wait a moment for it."""
+        self.connections = connections
+        self.why_lost = why_lost
+
+    def send(self, frame: bytes) -> None:
+        for follower in self.connections.values():
+            try:
+                send_bytes(follower, frame)
+            except OSError as error:
+                raise self.unreachable(error) from error
+
+    def unreachable(self, error: OSError) -> RankFailed:
+        return RankFailed(self.why_lost() or f"A rank cannot be reached: {error}.")
+
+    def check_answers(self, result: StepResult) -> None:
+        """Each must have sampled the same tokens in the same step."""
+        expected = summary(result)
+        for rank, follower in self.connections.items():
+            answer = receive_bytes(follower)
+            while answer is not None and len(answer) == _ANSWER.size and _ANSWER.unpack(answer)[0] < result.step:
+                answer = receive_bytes(follower)  # that was of a step whose result was not wanted any more
+            if answer != expected:
+                raise self._failure(rank, answer, result.step)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """The other ranks wait inside a collective that this one has left, or the other way round."""
+        try:
+            yield
+        except Exception as error:
+            raise RankFailed(self.why_lost() or f"Rank 0 failed: {type(error).__name__}: {error}") from error
+
+    def _failure(self, rank: int, answer: bytes | None, step: int) -> RankFailed:
+        if answer is None or len(answer) != _ANSWER.size:
+            return self.failed(rank, answer, step)
+        found, _ = _ANSWER.unpack(answer)
+        if found != step:
+            return RankFailed(f"Rank {rank} computed step {found}, and step {step} was due.")
+        return RankFailed(f"Rank {rank} sampled other tokens than rank 0 in step {step}: they hold different logits.")
+
+    def failed(self, rank: int, error: bytes | None, step: int) -> RankFailed:
+        """`error`: what it sent instead of an answer; None: it closed the connection."""
+        if error is None:
+            return RankFailed(self.why_lost() or f"Rank {rank} ended in step {step}.")
+        return RankFailed(f"Rank {rank} failed in step {step}: {error.decode('utf-8', 'replace')}")
+
+
 class TensorParallelRunner:
     """The runner of rank 0, and the ranks that follow it. A failure of any of them is the end of all."""
 
     def __init__(self, local: Runner, followers: Sequence[socket.socket], why_lost: Callable[[], str | None]) -> None:
         """`why_lost`: what is known about a rank that ended; may wait a moment for it."""
         self._local = local
-        self._followers = followers
-        self._why_lost = why_lost
+        self._others = Followers(dict(enumerate(followers, 1)), why_lost)
 
     def launch(self, plan: StepPlan) -> "PendingRanks":
-        self._send(_PLAN + encode_plan(plan))
-        with self._failing():
-            return PendingRanks(self, self._local.launch(plan), plan.step)
+        self._others.send(PLAN + encode_plan(plan))
+        with self._others.failing():
+            return PendingRanks(self, self._local.launch(plan))
 
     def sample(self, pending: Pending, masks: Masks) -> None:
-        self._send(_MASKS + encode_masks(masks))
-        with self._failing():
+        self._others.send(MASKS + encode_masks(masks))
+        with self._others.failing():
             pending.sample(masks)
 
-    def wait(self, pending: Pending, step: int) -> StepResult:
-        with self._failing():
+    def wait(self, pending: Pending) -> StepResult:
+        with self._others.failing():
             result = pending.wait()
-        expected = _ANSWER.pack(step, checksum(result))
-        for rank, follower in enumerate(self._followers, 1):
-            answer = receive_bytes(follower)
-            while answer is not None and len(answer) == _ANSWER.size and _ANSWER.unpack(answer)[0] < step:
-                answer = receive_bytes(follower)  # that was of a step whose result was not wanted any more
-            if answer != expected:
-                raise self._failure(rank, answer, step)
+        self._others.check_answers(result)
         return result
-
-    def _send(self, frame: bytes) -> None:
-        for follower in self._followers:
-            try:
-                send_bytes(follower, frame)
-            except OSError as error:
-                raise RankFailed(self._why_lost() or f"A rank cannot be reached: {error}.") from error
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """The other ranks wait inside a collective that this one has left, or the other way round."""
-        try:
-            yield
-        except Exception as error:
-            raise RankFailed(self._why_lost() or f"Rank 0 failed: {type(error).__name__}: {error}") from error
-
-    def _failure(self, rank: int, answer: bytes | None, step: int) -> RankFailed:
-        if answer is None:
-            return RankFailed(self._why_lost() or f"Rank {rank} ended in step {step}.")
-        if len(answer) != _ANSWER.size:
-            return RankFailed(f"Rank {rank} failed in step {step}: {answer.decode('utf-8', 'replace')}")
-        found, _ = _ANSWER.unpack(answer)
-        if found != step:
-            return RankFailed(f"Rank {rank} computed step {found}, and step {step} was due.")
-        return RankFailed(f"Rank {rank} sampled other tokens than rank 0 in step {step}: they hold different logits.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +123,6 @@ class PendingRanks:
 
     runner: TensorParallelRunner
     local: Pending
-    step: int
 
     @property
     def drafted(self) -> Mapping[Row, IntArray]:
@@ -109,26 +132,26 @@ class PendingRanks:
         self.runner.sample(self.local, masks)
 
     def wait(self) -> StepResult:
-        return self.runner.wait(self.local, self.step)
+        return self.runner.wait(self.local)
 
 
-def follow(runner: Runner, leader: socket.socket) -> None:
+def follow(runner: Runner, leader: socket.socket, answer: Callable[[StepResult], bytes] = summary) -> None:
     """Compute the steps that rank 0 sends, until it closes the connection. Sends the error of a step that failed, and
     raises it."""
     step, pending = -1, None
     while (frame := receive_bytes(leader)) is not None:
         kind, data = frame[:1], frame[1:]
         try:
-            if kind == _PLAN:
+            if kind == PLAN:
                 plan = decode_plan(data)
                 step, pending = plan.step, runner.launch(plan)
                 if plan.masked:
                     continue
             else:
-                assert kind == _MASKS and pending is not None, f"a frame of kind {kind!r} after step {step}"
+                assert kind == MASKS and pending is not None, f"a frame of kind {kind!r} after step {step}"
                 pending.sample(decode_masks(data))
             result = pending.wait()
         except Exception as error:
             send_bytes(leader, f"{type(error).__name__}: {error}".encode())
             raise
-        send_bytes(leader, _ANSWER.pack(step, checksum(result)))
+        send_bytes(leader, answer(result))

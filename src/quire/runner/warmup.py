@@ -22,18 +22,19 @@ _TIMED_CHUNK = 32  # tokens: enough that a step waits for arithmetic, not for me
 
 
 @torch.inference_mode()
-def warm_up(model: Model, stores: KvStores) -> None:
-    """Run a chunk of two tokens and a decode, in the null block, which is never read."""
-    _run_padding(model, stores, 2, 1)
+def warm_up(model: Model, stores: KvStores, *, samples: bool = True) -> None:
+    """Run a chunk of two tokens and a decode, in the null block, which is never read. A pipeline stage before the last
+    does not sample."""
+    _run_padding(model, stores, 2, 1, samples=samples)
 
 
 @torch.inference_mode()
-def time_steps(model: Model, stores: KvStores, clock: Callable[[], float]) -> StepTimes:
+def time_steps(model: Model, stores: KvStores, clock: Callable[[], float], *, samples: bool = True) -> StepTimes:
     """Times of a decode and of a chunk, on a device that computes a step before it returns. Call after `warm_up`."""
 
     def seconds(length: int) -> float:
         began_s = clock()
-        _run_padding(model, stores, length)
+        _run_padding(model, stores, length, samples=samples)
         return clock() - began_s
 
     # The shorter time: the first step of a kind may allocate, and other programs may interfere.
@@ -41,7 +42,7 @@ def time_steps(model: Model, stores: KvStores, clock: Callable[[], float]) -> St
     return StepTimes(decode_s, chunk_s / _TIMED_CHUNK)
 
 
-def _run_padding(model: Model, stores: KvStores, *lengths: int) -> None:
+def _run_padding(model: Model, stores: KvStores, *lengths: int, samples: bool) -> None:
     """A step with a chunk of each length, in the null block."""
     kv, counts = stores.device, torch.tensor(lengths)
     device = kv.device
@@ -56,7 +57,8 @@ def _run_padding(model: Model, stores: KvStores, *lengths: int) -> None:
         max_lengths=counts.repeat_interleave(counts).to(device),
     )
     hidden = model.forward(torch.zeros(len(positions), dtype=torch.int64, device=device), layout, kv)
-    model.logits(hidden[-len(lengths) :])
+    if samples:
+        model.logits(hidden[-len(lengths) :])
 
 
 def measure_transfer(stores: KvStores, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -22,6 +22,7 @@ from quire.sched.pacing import (
     choose_pace,
     largest_next_chunk,
 )
+from quire.sched.pipelining import MicroBatches
 from quire.sched.plan_builder import PlanBuilder, output_of
 from quire.sched.preemption import Preemption
 from quire.sched.state import SchedulerState
@@ -34,18 +35,41 @@ _PER_SMALLEST = 2  # or this factor times the step with the smallest chunk: most
 class StepBatcher:
     """Grants blocks and assigns chunks."""
 
-    __slots__ = ("_cost", "_preemption", "_state")
+    __slots__ = ("_cost", "_micro_batches", "_preemption", "_state")
 
-    def __init__(self, state: SchedulerState, preemption: Preemption, cost: CostTable) -> None:
+    def __init__(self, state: SchedulerState, preemption: Preemption, cost: CostTable, max_rows: int) -> None:
         self._state = state
         self._preemption = preemption
         self._cost = cost
+        self._micro_batches = MicroBatches(max_rows, state.policy.num_stages)
 
     # Decoding rows.
 
     def schedule_decodes(self, builder: PlanBuilder) -> None:
-        calendar, kv = self._state.calendar, self._state.kv
+        calendar = self._state.calendar
         rows = calendar.due(builder.step)
+        if self._micro_batches.active:
+            self._divide_decodes(rows, builder)
+        else:
+            self._grant_blocks(rows, builder)
+        builder.num_decoding = calendar.num_decoding - len(builder.paused)
+        builder.budget -= builder.num_decoding
+
+    def _divide_decodes(self, rows: IndexArray, builder: PlanBuilder) -> None:
+        """The share of a step in a pipeline. If all of it is denied blocks, which the other rows may hold or will
+        release, these come instead: a step that computes nothing releases nothing."""
+        calendar = self._state.calendar
+        in_flight, deferred = self._micro_batches.divide(calendar.decoding_rows(), self._state.last_absorbed)
+        builder.paused = [Row(row) for row in (*in_flight.tolist(), *deferred.tolist())]
+        self._grant_blocks(rows[~np.isin(rows, builder.paused)], builder)
+        if len(builder.paused) == calendar.num_decoding and len(deferred):
+            others = [row for row in deferred.tolist() if calendar.is_decoding(row)]
+            builder.paused = [row for row in builder.paused if row not in others]
+            self._grant_blocks(rows[np.isin(rows, others)], builder)
+
+    def _grant_blocks(self, rows: IndexArray, builder: PlanBuilder) -> None:
+        """Rows that need one more block for this step."""
+        calendar, kv = self._state.calendar, self._state.kv
         drafting = calendar.short(builder.step, kv.tables.lengths) if calendar.has_drafting else _NO_ROWS
         if len(drafting):
             self._grant_one_by_one(np.concatenate([rows, drafting]), builder)
@@ -57,8 +81,6 @@ class StepBatcher:
                 builder.grant_each(rows, blocks)
                 calendar.book_granted(rows, builder.step)
                 self._bill(rows, builder.step)
-        builder.num_decoding = calendar.num_decoding - len(builder.paused)
-        builder.budget -= builder.num_decoding
 
     def _grant_one_by_one(self, rows: IndexArray, builder: PlanBuilder) -> None:
         """There are not blocks for all rows, or some draft: grant in order of precedence, and preempt where needed."""
@@ -271,6 +293,11 @@ class StepBatcher:
         forced = rows[kept & (self._num_forced(rows, builder.step) > 0)]
         builder.forced = tuple([state.forced[Row(row)] for row in forced.tolist()])
 
+    def note_step(self, builder: PlanBuilder) -> None:
+        """The step is taken: note who is in it, before the calendar moves those that pause."""
+        if self._micro_batches.active:
+            self._micro_batches.note(builder, self._state.calendar.decoding_rows())
+
     def book_drafts(self, builder: PlanBuilder) -> None:
         """The step is taken: enter its drafts in the calendar."""
         state, drafts = self._state, builder.drafts
@@ -279,7 +306,11 @@ class StepBatcher:
 
     def shape(self, builder: PlanBuilder) -> StepShape:
         """The inputs of the cost model for this step."""
-        shape = StepShape(builder.num_decoding, self._state.calendar.num_context(builder.step))
+        calendar = self._state.calendar
+        num_context = calendar.num_context(builder.step)
+        if self._micro_batches.active:  # of the rows in this step, about
+            num_context = num_context * builder.num_decoding // max(calendar.num_decoding, 1)
+        shape = StepShape(builder.num_decoding, num_context)
         if len(builder.drafts):
             shape = shape.with_drafts(int(builder.drafts.counts.sum()))
         return shape.with_chunks([(chunk.start, chunk.length) for chunk in builder.chunks]) if builder.chunks else shape

@@ -124,10 +124,10 @@ class DecodeCalendar:
         if self._due.item(row) != _DRAFTING:
             self._book(row, self._due.item(row) + 1)
 
-    def book_again(self, row: Row) -> None:
-        """The step was not taken: the row needs its block in the same one."""
-        if self._due.item(row) != _DRAFTING:
-            self._book(row, self._due.item(row))
+    def book_again(self, row: Row, step: int) -> None:
+        """The step was not taken: a row that needs a block in it needs it in the same one."""
+        if self._due.item(row) == step:
+            self._book(row, step)
 
     def _book(self, row: Row, step: int) -> None:
         self._due[row] = step
@@ -196,6 +196,10 @@ class DecodeCalendar:
     def _leave_drafting(self, row: int) -> None:
         if self._due.item(row) == _DRAFTING:
             self._drafting = self._drafting[self._drafting != row]
+
+    def decoding_rows(self) -> IndexArray:
+        """Ascending."""
+        return np.flatnonzero(self._due != _NEVER)
 
     def is_decoding(self, row: Row) -> bool:
         return bool(self._due[row] != _NEVER)

@@ -60,6 +60,7 @@ class Policy:
     max_waiting: int | None = None  # request groups
     max_waiting_tokens: int | None = None  # prompt tokens of waiting groups
     speculation: SpeculationPolicy = field(default_factory=SpeculationPolicy)
+    num_stages: int = 1  # of a pipeline
 
     def captured_beside(self, num_rows: int) -> tuple[int, ...]:
         """Prompt sizes captured for a step with this many decoding rows; empty if no such step is captured."""

@@ -94,7 +94,7 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self._state = SchedulerState(kv, self.policy, max_rows, self.cost)
         preemption = Preemption(self._state)
-        self._batcher = StepBatcher(self._state, preemption, self.cost)
+        self._batcher = StepBatcher(self._state, preemption, self.cost, max_rows)
         self._admission = Admission(self._state, preemption, self._batcher.schedule_chunk)
         self.draining = False
         self._in_flight: deque[_StepInFlight] = deque()
@@ -361,10 +361,11 @@ class Scheduler:
         bound = None if builder.pace is None or builder.budget > 0 else builder.pace.bound  # else prompts ran out
         state.wait_history.note_bound(builder.step, bound)
         if builder.empty:
-            for row in builder.paused:  # the step is not taken: they need a block in the same one
-                state.calendar.book_again(row)
+            for row in builder.paused:  # the step is not taken
+                state.calendar.book_again(row, builder.step)
             assert not builder.starts and not builder.chunks, builder.starts
             return None
+        self._batcher.note_step(builder)
         for row in builder.paused:
             state.calendar.book_paused(row)
         self._batcher.book_drafts(builder)

@@ -86,6 +86,7 @@ async def server_info(state: ServerState, request: Request) -> Response:
 def _engine_info(info: EngineInfo) -> dict[str, object]:
     return {
         "tp_size": info.tensor_parallel_size,
+        "pp_size": info.pipeline_parallel_size,
         "max_running_requests": info.max_num_seqs,
         "max_total_num_tokens": info.num_blocks * info.block_size,
         "page_size": info.block_size,

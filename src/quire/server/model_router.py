@@ -398,7 +398,7 @@ class ModelRouter:
         slot.used_s, slot.was_loaded = slot.loaded_s, True
         slot.num_loads += 1
         used = info.memory
-        num_bytes = (used.weights + used.kv + used.graphs + used.workspace) * info.tensor_parallel_size
+        num_bytes = (used.weights + used.kv + used.graphs + used.workspace) * info.num_ranks
         slot.num_bytes = num_bytes or slot.config.num_bytes
         self._observers.changed(slot.name, f"loaded in {slot.loaded_s - slot.began_s:.1f} s")
         self._changed.set()

@@ -57,10 +57,12 @@ def is_norm(field: str) -> bool:
 
 
 def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, shard: Shard) -> DecoderWeights:
-    embedding = torch.empty(len(shard.vocabulary(spec)), spec.hidden_size, dtype=dtype, device=device)
-    head = embedding if spec.tied_embeddings else torch.empty_like(embedding)
-    final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
-    layers = tuple(_allocate_layer(shard.spec(spec), dtype, device) for _ in range(spec.num_layers))
+    num_rows, part = len(shard.vocabulary(spec)), shard.spec(spec)
+    embedding = torch.empty(num_rows if shard.is_first else 0, spec.hidden_size, dtype=dtype, device=device)
+    shares_table = spec.tied_embeddings and shard.num_stages == 1
+    head = embedding if shares_table else embedding.new_empty(num_rows if shard.is_last else 0, spec.hidden_size)
+    final_norm = torch.empty(spec.hidden_size if shard.is_last else 0, dtype=torch.float32, device=device)
+    layers = tuple(_allocate_layer(part, dtype, device) for _ in range(part.num_layers))
     return DecoderWeights(embedding, layers, final_norm, head)
 
 
@@ -84,7 +86,9 @@ def dummy_weights(
     weights = empty_weights(spec, dtype, device, shard)
     shapes = layer_shapes(spec) | dict.fromkeys(("embedding", "head"), (spec.vocab_size, spec.hidden_size))
 
-    def fill_field(name: str, tensor: Tensor, drawn: Tensor, start: int) -> int:
+    def fill_field(name: str, tensor: Tensor | None, drawn: Tensor, start: int) -> int:
+        if tensor is None:  # of another pipeline stage
+            return (start + prod(shapes[name])) % len(drawn)
         if shard.size == 1:
             return _fill(tensor, drawn, start)
         whole = torch.empty(shapes[name], dtype=dtype, device=device)
@@ -98,16 +102,19 @@ def dummy_weights(
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
         weights.final_norm.fill_(1.0)
-        start = fill_field("embedding", as_tensor(weights.embedding), drawn, 0)
+        head = as_tensor(weights.head) if shard.is_last else None
+        copied = head if spec.tied_embeddings else None  # in the last of several stages
+        start = fill_field("embedding", as_tensor(weights.embedding) if shard.is_first else copied, drawn, 0)
         if not spec.tied_embeddings:
-            start = fill_field("head", as_tensor(weights.head), drawn, start)
-        for layer in weights.layers:
-            for name in LAYER_FIELDS:
-                tensor = getattr(layer, name)
-                if tensor is not None and is_norm(name):
-                    tensor.fill_(1.0)
-                elif tensor is not None:
+            start = fill_field("head", head, drawn, start)
+        held = dict(zip(shard.layers(spec), weights.layers, strict=True))
+        for index in range(spec.num_layers):
+            for name in [name for name in LAYER_FIELDS if name in shapes]:
+                tensor = getattr(held[index], name) if index in held else None
+                if not is_norm(name):
                     start = fill_field(name, tensor, drawn, start)
+                elif tensor is not None:
+                    tensor.fill_(1.0)
 
     return UnfilledWeights(weights, fill)
 

@@ -18,7 +18,7 @@ from quire.weights.allocate import UnfilledWeights, empty_weights, is_norm
 from quire.weights.dequantize import Dequantizer, FloatsOnly, refuse_unreadable
 from quire.weights.loader_threads import load_slices
 from quire.weights.names import FusedPart, WeightTarget, expected_tensors, is_ignorable
-from quire.weights.sharding import ShardSlice, shard_pieces
+from quire.weights.sharding import ShardSlice, shard_pieces, stage_targets
 from quire.weights.tensor_reader import slices_of
 
 NAMES_SHOWN = 4
@@ -37,7 +37,7 @@ def unfilled_weights(
     """Allocate weights on a device, to be filled from a checkpoint. Missing and surplus tensors are refused now.
     Quantized tensors need a dequantizer. With a shard, only that rank's part is allocated and kept."""
     dequantizer = dequantizer or FloatsOnly()
-    targets = match_tensors(checkpoint, dequantizer)
+    targets = stage_targets(checkpoint.spec, shard, match_tensors(checkpoint, dequantizer))
     weights = empty_weights(checkpoint.spec, dtype, device, shard)
     pieces = {name: shard_pieces(checkpoint.spec, shard, target.field, target.part, target.shape[0])
               for name, target in targets.items()}  # fmt: skip

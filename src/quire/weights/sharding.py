@@ -1,14 +1,15 @@
-"""Which part of a stored tensor fills which rows of a rank's weight (tensor parallelism).
+"""Which stored tensors a rank needs, and which part of one fills which rows of its weight.
 
 Queries, keys, values, gate, up and the vocabulary are divided by rows, which lie together in a file; the output and the
-down projection by columns. Norms and the biases of these two are whole on every rank.
+down projection by columns. Norms and the biases of these two are whole on every rank. Of pipeline stages, each has its
+layers, the first the embedding, and the last the norm and the head, which may be the embedding once more.
 """
 
 from typing import NamedTuple
 
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
-from quire.weights.names import FusedPart, RowRange
+from quire.weights.names import FusedPart, RowRange, WeightTarget
 
 _BY_COLUMNS = ("output", "down")
 
@@ -19,6 +20,25 @@ class ShardSlice(NamedTuple):
     stored: RowRange  # of the stored tensor
     target: RowRange  # of the rank's weight
     columns: RowRange | None = None  # of the stored tensor; None: all
+
+
+def stage_targets(spec: ModelSpec, shard: Shard, targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
+    """The tensors that a rank's stage has, with the numbers of its own layers; `spec` is the whole model's."""
+    if shard.num_stages == 1:
+        return targets
+    layers, held = shard.layers(spec), dict[str, WeightTarget]()
+    for name, target in targets.items():
+        if target.layer is not None:
+            if target.layer in layers:
+                held[name] = target._replace(layer=target.layer - layers.start)
+        elif target.field == "embedding":
+            if shard.is_first:
+                held[name] = target
+            elif shard.is_last and spec.tied_embeddings:
+                held[name] = target._replace(field="head")
+        elif shard.is_last:
+            held[name] = target
+    return held
 
 
 def shard_pieces(spec: ModelSpec, shard: Shard, field: str, part: FusedPart, num_rows: int) -> list[ShardSlice]:

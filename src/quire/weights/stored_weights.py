@@ -18,7 +18,7 @@ from quire.weights.allocate import LAYER_FIELDS
 from quire.weights.dequantize import PLAIN, Bytes, Dequantizer
 from quire.weights.load import LoadedBytes, Progress, is_interleaved, match_tensors
 from quire.weights.names import FusedPart, RowRange, WeightTarget
-from quire.weights.sharding import ShardSlice, shard_pieces
+from quire.weights.sharding import ShardSlice, shard_pieces, stage_targets
 from quire.weights.tensor_reader import PLAIN_BYTES, read_exactly
 
 Fields = dict[str, Weight]
@@ -33,7 +33,7 @@ def stored_weights(
 ) -> DecoderWeights:
     """`readable`: the encodings that the kernels read. A matrix in another one is dequantized to bfloat16, and so is
     one whose columns a rank cannot take without cutting a quantized group."""
-    targets = match_tensors(checkpoint, dequantizer)
+    targets = stage_targets(checkpoint.spec, shard, match_tensors(checkpoint, dequantizer))
     reader = _Reader(dequantizer, readable, LoadedBytes(checkpoint.num_bytes, progress))
     fields: defaultdict[int | None, Fields] = defaultdict(dict)
     parts: defaultdict[tuple[int | None, str], list[tuple[WeightTarget, StoredTensor]]] = defaultdict(list)
@@ -53,11 +53,13 @@ def stored_weights(
             fields[layer][field] = QuantizedWeight(rows, (sum(each.num_rows for each in rows), pieces[0].width))
     layers = tuple(
         LayerWeights(**(dict.fromkeys(LAYER_FIELDS) | fields[index]))  # type: ignore[arg-type]
-        for index in range(checkpoint.spec.num_layers)
+        for index in range(len(shard.layers(checkpoint.spec)))
     )
-    embedding, final_norm = fields[None]["embedding"], fields[None]["final_norm"]
+    none = torch.empty(0, checkpoint.spec.hidden_size)  # of other pipeline stages
+    embedding, final_norm = fields[None].get("embedding", none), fields[None].get("final_norm", none[:, 0])
     assert isinstance(final_norm, Tensor)
-    return DecoderWeights(embedding, layers, final_norm, fields[None].get("head", embedding))
+    head = fields[None].get("head", embedding if shard.is_last else none)
+    return DecoderWeights(embedding, layers, final_norm, head)
 
 
 class _StoredPiece(NamedTuple):

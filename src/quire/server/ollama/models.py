@@ -74,7 +74,7 @@ async def ps(state: ServerState, request: Request) -> Response:
 
 
 def _loaded(model: ServedModel, info: EngineInfo, listed: ListedModel) -> Body:
-    used = (info.memory.weights + info.memory.kv) * info.tensor_parallel_size
+    used = (info.memory.weights + info.memory.kv) * info.num_ranks
     in_gpu = 0 if info.device.lower().startswith("cpu") else used
     expires = _NEVER if listed.unload_in_s is None else timestamp(time.time() + listed.unload_in_s)
     loaded: Body = {"size": used, "size_vram": in_gpu, "expires_at": expires, "context_length": model.max_model_len}

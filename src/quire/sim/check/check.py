@@ -13,7 +13,7 @@ import numpy as np
 from quire.core.oracle import planted_drafts
 from quire.core.step import Runner
 from quire.sched.journal.recorder import JournaledScheduler
-from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario, with_stages
 from quire.sim.check.trial import CheckRun, RunnerFactory
 from quire.sim.runners import OracleRunner, SimRow
 
@@ -131,6 +131,7 @@ def check(
     *,
     make_runner: RunnerFactory = numpy_oracle,
     min_tokens: bool = True,
+    num_stages: int = 1,
     progress: Callable[[int], None] = lambda steps: None,
     part: CheckShard | None = None,
 ) -> CheckReport:
@@ -138,7 +139,7 @@ def check(
     report = CheckReport(seed)
     seeds = trial_seeds(seed, part or CheckShard())
     while report.steps < num_steps:
-        run_trial(next(seeds), report, make_runner, min_tokens=min_tokens)
+        run_trial(next(seeds), report, make_runner, min_tokens=min_tokens, num_stages=num_stages)
         progress(report.steps)
     return report
 
@@ -150,10 +151,13 @@ def run_trial(
     *,
     min_tokens: bool = True,
     journal: BinaryIO | None = None,
+    num_stages: int = 1,
 ) -> None:
     """Run one scenario by its seed and add its result to the report. The journal is closed at the end."""
     rng = random.Random(trial_seed)
     scenario = draw_scenario(rng, min_tokens=min_tokens)
+    if num_stages > 1:
+        scenario = with_stages(scenario, num_stages)
     trial = CheckRun(scenario, rng, make_runner, journal)
     try:
         trial.run()

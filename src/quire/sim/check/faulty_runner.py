@@ -36,6 +36,7 @@ class FaultyRunner:
     ) -> None:
         block_size = scenario.block_size
         self._depth = scenario.depth
+        self._pipelined = scenario.policy.num_stages > 1
         self._rng = rng
         self._build = build
         self._runner = build()
@@ -81,8 +82,12 @@ class FaultyRunner:
         self.num_padding += plan.num_padding
         audit_plan(scheduler, plan)
         counters = scheduler.counters
-        assert not plan.pauses or scheduler.kv.num_available == 0, f"{plan.pauses} are paused, and there are blocks"
-        pressed = bool(plan.pauses) or counters.preemptions > self.num_preemptions
+        if self._pipelined:
+            self.watch.check_stages(plan)
+        else:
+            assert not plan.pauses or scheduler.kv.num_available == 0, f"{plan.pauses} are paused, and there are blocks"
+        denied = bool(plan.pauses) and not self._pipelined
+        pressed = denied or counters.preemptions > self.num_preemptions
         taken = counters.class_preemptions + counters.share_preemptions > 0  # for a waiting request: not pressure
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)

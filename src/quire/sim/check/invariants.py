@@ -185,6 +185,13 @@ class InFlightWatch:
                     )
         assert set(num_emitted.values()) <= {1}, f"a row without drafts emits several tokens: {num_emitted}"
 
+    def check_stages(self, plan: StepPlan) -> None:
+        """In a pipeline no row decodes whose last token is still to come."""
+        paused = set(plan.pauses)
+        for row, watched in self._rows.items():
+            if watched.decoding and row not in paused and not plan.reset and row not in plan.releases:
+                assert not any(row in step.reads for step in self._in_flight), f"row {row} is in the pipe already"
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)

@@ -165,6 +165,12 @@ def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
     )
 
 
+def with_stages(scenario: Scenario, num_stages: int) -> Scenario:
+    """The same scenario for a pipeline, which verifies no drafts: with a step in every stage, or fewer."""
+    policy = replace(scenario.policy, num_stages=num_stages, speculation=SpeculationPolicy())
+    return replace(scenario, policy=policy, depth=scenario.depth or num_stages - 1)
+
+
 def with_contention(scenario: Scenario, rng: random.Random) -> Scenario:
     """The same scenario with small blocks, more rows than fit the cache, and optimistic overcommit.
 
