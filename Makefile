@@ -17,6 +17,10 @@ SANITIZED := $(foreach name,attention copy_blocks decode_inputs decode_schedule 
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_hopper_gemm_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
+# Before a command: a line every 8 s until it ends. pip unpacks and compiles in silence where there is no terminal. It ends
+# with the shell, also after Ctrl-C.
+TICKING := ( seconds=0; while sleep 8 && kill -0 $$$$ 2> /dev/null; do seconds=$$((seconds + 8)); echo "    $$seconds s"; done ) &
+
 .PHONY: serve docs test test-long test-gpu sanitize test-clients test-browser test-mutants test-chaos test-attack lint clean
 
 serve: $(VENV)/.serve
@@ -73,17 +77,16 @@ lint: $(VENV)/.test
 
 $(BIN)/python:
 	@echo "1/3 creating $(VENV)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
+	@$(TICKING) $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q --upgrade pip
 	@echo "2/3 installing $(TORCH): the CPU build takes 757 MB of disk, one with CUDA several times that"
-	$(BIN)/pip install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@$(TICKING) $(BIN)/pip install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 
 # Installing compiles the native CPU kernels.
 NATIVE := $(wildcard src/quire/kernels/cpu/native/*.h src/quire/kernels/cpu/native/*.cpp)
 
 $(VENV)/.serve: pyproject.toml $(NATIVE) $(BIN)/python
 	@echo "3/3 installing quire and compiling its CPU kernels: about a minute"
-	$(BIN)/pip install -e ".[serve]"
+	@$(TICKING) $(BIN)/pip install -e ".[serve]"
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(BIN)/python
