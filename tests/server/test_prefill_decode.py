@@ -106,9 +106,11 @@ def test_long_prompts_are_split_and_survive_the_prefill_engine(default_model_pat
             assert await split.answer(long) == expected
             assert split.ends == [SplitRequest(0, None)], "a script has blocks without bytes"
             assert "992 tokens were computed by a prefill engine and copied" in await split.explain(long)
+            assert long.state.metrics.num_cached_tokens == 0, "computed for it, wherever"
             again = split.submit(prompt_of(1, 1000))
             await split.answer(again)
             assert len(split.ends) == 1, "its prompt is cached where it decodes"
+            assert again.state.metrics.num_cached_tokens == 999
             left = [split.submit(prompt_of(seed, 2000)) for seed in range(2, 6)]
             await asyncio.sleep(0)  # their prompts are sent
             for stream in left:

@@ -269,7 +269,7 @@ class OutputProcessor:
         if state is not None and state.metrics.first_token_s is None:
             state.metrics.first_token_s = self.now()
             state.metrics.seated_s = first.seated_s
-            state.metrics.num_cached_tokens = first.num_cached
+            state.metrics.num_cached_tokens = max(first.num_cached - state.num_copied, 0)
 
     def _note_prompt_logprobs(self, name: int, scored: PromptLogprobs) -> None:
         state = self._requests[int(self._sequences[name].request_id)]

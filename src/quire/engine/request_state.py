@@ -195,6 +195,7 @@ class RequestState:
     sequences: tuple[SequenceOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     embedding: FloatArray | None = None
+    num_copied: int = 0  # tokens of the prompt that a prefill engine computed for this request: found, but not cached
 
     @property
     def number(self) -> int:

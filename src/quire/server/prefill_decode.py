@@ -85,7 +85,7 @@ class PrefillEngines:
         engine, request, size = self.engines[rank], stream.state.request, decode.info.block_size
         prompt = request.prompt[: (len(request.prompt) - 1) // size * size]  # the rest is computed where it decodes
         try:
-            lease = await self._prefill(rank, prompt, stream, hashes)
+            lease, num_cached = await self._prefill(rank, prompt, stream, hashes)
         except (EngineLost, EngineRestarting):
             return ImportReply(failure=TransferFailure.ENGINE_LOST)
         except QuireError as error:
@@ -98,14 +98,17 @@ class PrefillEngines:
             body = await decode.ask(
                 lambda token: ImportPrefix(token, request.number, options.partition, options.priority, prompt, lease)
             )
-            return msgspec.json.decode(body, type=ImportReply)
+            reply = msgspec.json.decode(body, type=ImportReply)
+            stream.state.num_copied = max(reply.num_tokens - num_cached, 0)
+            return reply
         finally:
             engine.send(ReleaseLease(lease.address.slot, lease.address.generation))
 
     async def _prefill(
         self, rank: int, prompt: list[int], stream: RequestStream, hashes: Sequence[int]
-    ) -> PrefixLease | TransferFailure:
-        """Compute a prompt and lease its blocks. Cancelled, it aborts the computation; a lease would expire."""
+    ) -> tuple[PrefixLease | TransferFailure, int]:
+        """Compute a prompt and lease its blocks; how many of its tokens were cached there before. Cancelled, it aborts
+        the computation; a lease would expire."""
         engine, options = self.engines[rank], stream.state.request.options
         self._open_tokens[rank] += len(prompt)
         self.num_submitted[rank] += 1
@@ -113,11 +116,11 @@ class PrefillEngines:
             computing = engine.submit(prompt, _PROMPT_ALONE, options=options, without_tokens=True)
             try:
                 self._router.note(rank, hashes)
-                await computing.output()
+                num_cached = (await computing.output()).metrics.num_cached_tokens
             finally:
                 computing.close()
         finally:
             self._open_tokens[rank] -= len(prompt)
         body = await engine.ask(lambda token: LeasePrefix(token, options.partition, prompt))
         reply = msgspec.json.decode(body, type=LeaseReply)
-        return reply.lease or reply.failure or TransferFailure.NOT_CACHED
+        return reply.lease or reply.failure or TransferFailure.NOT_CACHED, num_cached
