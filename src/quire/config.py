@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypedDict, TypeVar
 
 from quire.core.errors import ConfigError, shown
+from quire.core.speculative import SPECULATIVE, SPECULATIVE_VALUES, is_speculative
 from quire.core.validation import convert_numpy
 
 DEFAULT_SERVER_ROWS = 256  # default max_num_seqs of a server on a GPU
@@ -21,7 +22,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
-SPECULATIVE = ("off", "grammar", "ngram", "tree", "ngram+tree", "auto")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 
@@ -44,7 +44,7 @@ def parse_size(text: str, *, binary_k: bool = False) -> int:
 class Setting:
     """The declaration of one field of `EngineConfig`."""
 
-    kind: Literal["text", "choice", "integer", "number", "switch", "mapping"]
+    kind: Literal["text", "choice", "drafts", "integer", "number", "switch", "mapping"]
     help: str
     optional: bool = False  # None is allowed, and means: derive it
     flag: str | None = None  # of the command line; None: no option
@@ -80,6 +80,8 @@ class Setting:
                 valid, expected = isinstance(value, str), "a text"
             case "choice":
                 valid, expected = value in self.choices, f"one of {', '.join(self.choices)}"
+            case "drafts":
+                valid, expected = is_speculative(value), SPECULATIVE_VALUES
             case "integer":
                 valid = number and isinstance(value, int) and self.low <= value <= self.high
                 expected = f"a whole number from {self.low} to {self.high}"
@@ -171,10 +173,13 @@ class EngineConfig:
         "--host-kv-memory", 0, 0, 2**60,
         "Bytes of host memory for KV blocks evicted from the device, e.g. 8GiB.", unit="bytes",
     )  # fmt: skip
-    speculative: str = _choice(
-        "--speculative", "off", SPECULATIVE,
-        "Draft tokens and verify several in a step; outputs stay the same. grammar: what a grammar forces; ngram: also "
-        "from the request's own text; tree: from earlier requests with the same prefix; auto: all.",
+    speculative: str = _declare(
+        "off", Setting(
+            "drafts", "Draft tokens and verify several in a step; outputs stay the same. grammar: what a grammar "
+            "forces; ngram: also from the request's own text; tree: from earlier requests with the same prefix; auto: "
+            "all of these; draft:MODEL: from a smaller model with the same tokenizer, also as ngram+draft:MODEL.",
+            flag="--speculative", choices=SPECULATIVE, metavar="DRAFTS",
+        ),
     )  # fmt: skip
     overcommit: str = _choice(
         "--overcommit", "hedge", OVERCOMMITS,

@@ -1,13 +1,22 @@
 """Outputs with and without drafts are the same, token by token and score by score, on real models."""
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.core.errors import ConfigError
+from quire.config import EngineConfig
+from quire.core.errors import ConfigError, QuireError
+from quire.engine.build import build
+from quire.engine.open_model import open_model
+from quire.engine.prefix_transfer import EngineRole
 from tests.llm.drafting import always, on_device
+from tests.llm.tiny import byte_ids, tiny_llama, write_model
+from tests.tiers import choices
 
 PROMPTS = ["the cat sat on the mat, the cat sat", "abcabcabcabc", "x", "zyxwvutsrqponm zyxwvutsr"]
 SCHEMA = {
@@ -16,6 +25,7 @@ SCHEMA = {
     "required": ["is_member", "age"],
     "additionalProperties": False,
 }
+FREE = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 KINDS = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 1.0, "seed": 3},
@@ -166,3 +176,98 @@ def test_the_tree_needs_prefix_caching(tiny_folder: Path) -> None:
     ):
         LLM(str(tiny_folder), speculative="tree", enable_prefix_caching=False)
     assert LLM(str(tiny_folder), speculative="auto", enable_prefix_caching=False)._built.resolved.drafters == ("ngram",)
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the weights of the other one, a little wrong: some of its drafts are right."""
+    model = tiny_llama()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter) if parameter.dim() == 2 else 0
+    return write_model(tmp_path_factory.mktemp("draft"), model)
+
+
+def test_outputs_with_a_draft_model_are_the_same(tiny_folder: Path, draft_folder: Path) -> None:
+    """Greedy ones are those of transformers, too."""
+    settings = {"dtype": "float32", "max_num_seqs": 6, "block_size": 4, "quantization": "none"}
+    plain = LLM(str(tiny_folder), **settings)
+    drafting = always(LLM(str(tiny_folder), speculative=f"draft:{draft_folder}", **settings))
+    model = tiny_llama()
+    for prompt, output in zip(PROMPTS, drafting.generate(PROMPTS, SamplingParams(**FREE)), strict=True):
+        ids = torch.tensor([byte_ids(prompt)])
+        wanted = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        assert list(output.outputs[0].token_ids) == wanted[0, ids.shape[1] :].tolist()
+    for kind in choices(("cut", "siblings"), tuple(KINDS)):
+        params = SamplingParams(**{"max_tokens": 24} | KINDS[kind])
+        assert said(drafting.generate(PROMPTS, params)) == said(plain.generate(PROMPTS, params))
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens > 50
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(tiny_folder: Path) -> None:
+    """Drawn tokens, too: drafts are drawn with the random numbers of their positions. The second time, keys and values
+    of the prompts are found in the prefix tree; a cache for two of five preempts and swaps."""
+    settings = {"dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 128}
+    settings |= {"host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    plain = LLM(str(tiny_folder), kv_cache_memory=12 * block_bytes, **settings)
+    name = f"draft:{tiny_folder}"
+    drafting = always(LLM(str(tiny_folder), kv_cache_memory=24 * block_bytes, speculative=name, **settings))
+    assert plain._built.resolved.num_blocks == drafting._built.resolved.num_blocks == 12, "a block holds both models'"
+    assert drafting._built.memory.weights == 2 * plain._built.memory.weights
+    for kind in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **kind)
+        prompts = [text * 2 for text in PROMPTS]
+        for _ in range(2):
+            assert said(drafting.generate(prompts, params)) == said(plain.generate(prompts, params))
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.preemptions > 0 and counters.moved_blocks > 0
+    assert counters.drafted_tokens == counters.accepted_tokens > 200
+
+
+def test_text_and_tree_draft_before_the_draft_model(tiny_folder: Path, draft_folder: Path) -> None:
+    plain = LLM(str(tiny_folder), dtype="float32")
+    drafting = LLM(str(tiny_folder), dtype="float32", speculative=f"ngram+tree+draft:{draft_folder}")
+    assert drafting._built.resolved.drafters == ("ngram", "tree", "draft")
+    for _ in range(2):
+        assert said(always(drafting).generate(PROMPTS, SamplingParams(**FREE))) == said(
+            plain.generate(PROMPTS, SamplingParams(**FREE))
+        )
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.accepted_tokens > 50
+
+
+@pytest.mark.parametrize(
+    ("speculative", "settings", "message"),
+    [
+        ("draft:{other}", {}, "has another tokenizer: token 70 is 'Ǵ' there and 'C' in"),
+        ("draft:{missing}", {}, "missing"),
+        ("draft:{same}", {"device": "cuda"}, "draft models run on CPUs only. Use --speculative auto, or --device cpu."),
+        ("draft:{same}", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model"),
+        ("tree+draft:{same}", {"enable_prefix_caching": False}, "prefix caching is off. Use --speculative draft:"),
+        ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, or draft:MODEL, also"),
+        ("grammar+draft:{same}", {}, "or draft:MODEL, also behind ngram+, tree+ or auto+, not"),
+        ("draft+ngram", {}, "or draft:MODEL, also behind ngram+, tree+ or auto+, not"),
+    ],
+)  # fmt: skip
+def test_draft_models_that_are_refused(
+    speculative: str, settings: dict[str, object], message: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    text = (other / "tokenizer.json").read_text()
+    assert '"C": 70' in text
+    (other / "tokenizer.json").write_text(text.replace('"C": 70', '"Ǵ": 70'))
+    name = speculative.format(other=other, missing=tmp_path / "missing", same=tiny_folder)
+    with pytest.raises(QuireError, match=re.escape(message)):
+        config = EngineConfig(str(tiny_folder), speculative=name, **settings)  # type: ignore[arg-type]
+        open_model(config)
+        build(config)
+
+
+def test_a_prefill_engine_has_no_draft_model(tiny_folder: Path) -> None:
+    config = EngineConfig(str(tiny_folder), device="cpu", speculative=f"draft:{tiny_folder}")
+    with pytest.raises(ConfigError, match=r"copies the KV blocks of one model, and --speculative .* has two; omit"):
+        build(config, role=EngineRole.DECODE)

@@ -1,5 +1,7 @@
 """Drafters: what they propose, by hand, and against a search of every place."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,3 +89,29 @@ def test_the_tree_is_asked_before_the_own_text() -> None:
     drafting.follow((ROW,), (start._replace(continuation=ids()),))
     found = drafting.propose(Drafts(ids(0), ids(2)))
     assert found is not None and found.tokens.tolist() == [1, 1]
+
+
+class LastToken:
+    """A batch drafter that repeats the last token."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[Row], list[int]]] = []
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int], texts: Sequence[IntArray]) -> list[IntArray]:
+        self.asked.append((list(rows), list(counts)))
+        return [np.repeat(text[-1:], count - 1) for count, text in zip(counts, texts, strict=True)]
+
+
+def test_a_batch_drafter_is_asked_for_rows_that_have_no_other_drafts() -> None:
+    """All at once, up to the last position of each; a row to which it proposes nothing has no drafts."""
+    last = LastToken()
+    drafting = Drafting(4, [NgramDrafter()], last)
+    texts = ([1, 2, 3, 4, 1, 2, 3], [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    lengths = (40, 40, 6, 4)
+    starts = [row_start(row, text, length) for row, (text, length) in enumerate(zip(texts, lengths, strict=True))]
+    drafting.follow((), starts)
+    found = drafting.propose(Drafts(ids(0, 1, 2, 3), ids(1, 3, 5, 5)))
+    assert last.asked == [([Row(1), Row(2)], [3, 2])]
+    assert found is not None and {row: list(tokens) for row, tokens in found.of_rows(map(Row, range(4))).items()} == {
+        0: [4], 1: [3, 3], 2: [6],
+    }  # fmt: skip

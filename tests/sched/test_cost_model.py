@@ -1,5 +1,6 @@
 """The cost table predicts, learns and replays; chunks are sized by what it predicts."""
 
+from dataclasses import replace
 from math import hypot, inf
 
 import pytest
@@ -51,6 +52,17 @@ def test_an_unmeasured_table_is_the_roofline() -> None:
     assert table.predict_s(chunk) == pytest.approx(1e-3 + hypot(10e-3, 40e-3) + (40_000 + 80_200) * 1e-6)
     both = table.predict_s(StepShape(num_rows=100)) - 1e-3
     assert both == pytest.approx(10e-3 * 2**0.5), "reading and computing overlap in part"
+
+
+def test_a_draft_model_takes_a_pass_for_each_draft_of_a_row() -> None:
+    """2 ms a pass, and 0.5 ms a row: 4 rows with 3 drafts each take 3 passes."""
+    plain, drafting = (
+        CostTable(ROUND),
+        CostTable(replace(ROUND, seconds_per_draft_pass=2e-3, seconds_per_draft_token=5e-4)),
+    )
+    for number, seconds in ((0, 0.0), (1, hypot(2e-3, 5e-4)), (4, hypot(2e-3, 2e-3)), (12, 3 * hypot(2e-3, 2e-3))):
+        shape = StepShape(num_rows=4, num_drafts=number)
+        assert drafting.predict_s(shape) - plain.predict_s(shape) == pytest.approx(seconds)
 
 
 def test_the_roofline_follows_from_model_and_device() -> None:

@@ -17,9 +17,15 @@ from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.race_peer import PEERS, PRECISIONS, Peer, find_peers
 from quire.bench.step_times import STANDARD_RAGGED_STEPS, RaggedStep, find_ragged_step
 from quire.bench.workload import WorkloadSlice, find
-from quire.cli.options import FiniteRange, check_packages, engine_settings, integer_list, measured_engine_options
+from quire.cli.options import (
+    DraftsType,
+    FiniteRange,
+    check_packages,
+    engine_settings,
+    integer_list,
+    measured_engine_options,
+)
 from quire.cli.streams import loading_status
-from quire.config import SPECULATIVE
 from quire.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -254,8 +260,8 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
     "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Pairs of runs, one warm-up more."
 )
 @click.option("--temperature", type=FiniteRange(0, 2), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--speculative", type=click.Choice(SPECULATIVE), default="auto", show_default=True,
-              help="Drafts; off: two engines without, which shows how exact the ratios are.")  # fmt: skip
+@click.option("--speculative", type=DraftsType(), default="auto", show_default=True, metavar="DRAFTS",
+              help="As of quire serve; off: two engines without, which shows how exact the ratios are.")  # fmt: skip
 @click.option("--planted", "chances", callback=_probabilities, metavar="P,P,…",
               help="On a GPU, instead of tasks: any draft is accepted with this probability; with the governor and "
               "without.")  # fmt: skip
@@ -282,7 +288,8 @@ def speculation(
     from quire.cli.load_model import open_named
 
     given |= {"sizes": sizes, "num_input": num_input, "num_output": num_output, "chances": chances}
-    chosen: dict[str, object] = {"device": device or "cpu", "threads": threads, "load_format": load_format}
+    chosen: dict[str, object] = {"device": device or "cpu", "threads": threads, "load_format": load_format,
+                                 "speculative": given["speculative"]}  # fmt: skip
     if chances:
         chosen |= {"device": device or "cuda", "speculative": "ngram", "max_num_seqs": max(sizes),
                    "max_model_len": num_input + num_output}  # fmt: skip

@@ -19,6 +19,7 @@ from quire.catalog.store import models_folder
 from quire.config import EngineConfig, check_names, parse_size, setting_of
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
+from quire.core.speculative import SPECULATIVE_VALUES, is_speculative
 from quire.formats.checkpoint import GenerationDefaults
 
 _MAX_DIGITS = 20  # of an integer: more than any bound has
@@ -77,6 +78,17 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
         return number
 
 
+class DraftsType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
+    """Where drafts come from: `off`, `ngram`, `draft:MODEL`, `ngram+draft:MODEL` and others."""
+
+    name = "drafts"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not is_speculative(value):
+            self.fail(f"{value!r} is not {SPECULATIVE_VALUES}.", param, ctx)
+        return str(value)
+
+
 def _engine_option(declared: Field[Any]) -> Decorator[Any]:
     """The option of one setting of the engine. `EngineConfig` checks the bounds."""
     setting = setting_of(declared)
@@ -86,6 +98,8 @@ def _engine_option(declared: Field[Any]) -> Decorator[Any]:
     match setting.kind:
         case "choice":
             kind = click.Choice(setting.choices)
+        case "drafts":
+            kind = DraftsType()
         case "number":
             kind = float
         case "switch":

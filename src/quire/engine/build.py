@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
+from quire.engine.build_draft import BuiltDraft, LoadedDraft, build_draft, load_draft
 from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
 from quire.engine.build_runner import (
     DTYPES,
@@ -24,8 +24,11 @@ from quire.engine.build_runner import (
     check_role,
     choose_dtype,
     choose_kernels,
+    kv_token_bytes,
     make_runner,
     make_stores,
+    num_weight_bytes,
+    weight_usage,
 )
 from quire.engine.build_scheduler import (
     captured_sizes,
@@ -44,7 +47,7 @@ from quire.engine.resolved_config import GIB, MachineInfo, ResolvedConfig, resol
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
 from quire.formats.checkpoint import Checkpoint
-from quire.kernels.interface import Precompiling, Weight
+from quire.kernels.interface import Precompiling
 from quire.kernels.select import KernelChoice, precompiling_for
 from quire.models.decoder import Decoder
 from quire.models.interface import KvGeometry
@@ -59,7 +62,7 @@ from quire.sched.cost_model import CostTable
 from quire.sched.pacing import usual_itl_s
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
-from quire.weights.allocate import UnfilledWeights, num_parameters
+from quire.weights.allocate import UnfilledWeights
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
@@ -148,7 +151,7 @@ def build(
     device = _choose_device(config, role)
     precompilation = _start_precompilation(device, reporter)
     opened = opened or open_model(config, reporter.fetching)
-    name, checkpoint, tokenizer = opened
+    name, checkpoint, tokenizer, _ = opened
     dtype = choose_dtype(config, checkpoint, device)
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     ranks = Ranks(config, dtype, device) if shard.num_ranks > 1 else None
@@ -160,29 +163,30 @@ def build(
     weights = unfilled.weights
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
         _load_weights(unfilled, grammars if serving else None)
+    loaded_draft = load_draft(config, opened, DTYPES[dtype], device, reporter)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
-    resolved = resolve(config, spec, _kv_token_bytes(spec, choice, DTYPES[dtype]), machine, serving=serving)
+    resolved = resolve(config, spec, _kv_bytes(spec, choice, DTYPES[dtype], loaded_draft), machine, serving=serving)
     groups = RankGroups() if ranks is None else ranks.join(resolved, spec)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, *groups)
-    usage = _weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
+    usage = weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
     stores = make_stores(model, resolved, choice, device, role)
-    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard)
+    draft = build_draft(config, loaded_draft, spec.vocab_size, resolved, device, reporter)
+    draft_model = None if draft is None else draft.config
+    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard, draft_model)
     reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
     if precompilation is not None:
         with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
             _load_weights(unfilled, grammars if serving else None)
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
-    warm_up(model, stores, samples=shard.is_last)
-    reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     step_times = _step_times(model, stores, runner, choice, reporter)
-    costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times)
+    costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     _connect(engine, role, stores, name, usage)
-    memory = _memory_usage(usage.num_bytes, resolved, runner.launches.captured_bytes, inspect(device))
+    memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device))
     reporter.done("memory", memory.describe(resolved.num_ranks))
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
@@ -236,7 +240,9 @@ def _step_times(
     choice: KernelChoice,
     reporter: StartupReporter,
 ) -> StepTimes | None:
-    """Of captured graphs, or on a CPU of two steps. None: a GPU without graphs."""
+    """Warm up, and time captured graphs, or on a CPU two steps. None: a GPU without graphs."""
+    warm_up(model, stores, samples=isinstance(runner, ModelRunner))
+    reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     if runner.device.type == "cpu":
         times = time_steps(model, stores, time.monotonic, samples=isinstance(runner, ModelRunner))
         reporter.done("steps", _describe_times(times))
@@ -315,7 +321,15 @@ def _engine(
     )
 
 
-def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, graph_bytes: int, now: MachineInfo) -> MemoryUsage:
+def _kv_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype, draft: LoadedDraft | None) -> int:
+    """Of one token: keys and values of the model and of its draft model."""
+    return kv_token_bytes(spec, choice, dtype) + (0 if draft is None else draft.token_bytes)
+
+
+def _memory_usage(
+    usage: WeightUsage, draft: BuiltDraft | None, resolved: ResolvedConfig, graph_bytes: int, now: MachineInfo
+) -> MemoryUsage:
+    weight_bytes = usage.num_bytes + (0 if draft is None else draft.weight_bytes)
     if now.device == "cpu":
         return MemoryUsage(weights=weight_bytes, kv=resolved.kv_bytes)
     return account_memory(
@@ -335,9 +349,10 @@ def _costs(
     resolved: ResolvedConfig,
     stores: KvStores,
     step_times: StepTimes | None,
+    draft: BuiltDraft | None,
 ) -> CostTable:
     """The embedding is looked up, not multiplied by, unless it is the head too."""
-    read_bytes = _num_weight_bytes(weights)
+    read_bytes = num_weight_bytes(weights)
     if weights.head is not weights.embedding:
         read_bytes -= weights.embedding.nbytes
     costs = first_costs(
@@ -347,42 +362,12 @@ def _costs(
         kv_bytes_per_token=geometry.token_bytes,
         largest_chunk=resolved.max_num_batched_tokens,
         context_per_draft=1.0 if stores.device.device.type == "cpu" else 0.0,
+        draft_times=None if draft is None else draft.times,
     )
     if resolved.num_host_blocks:
-        costs.set_transfer(measure_transfer(stores))
+        both = [stores] if draft is None else [stores, draft.config.stores]
+        costs.set_transfer(sum(measure_transfer(each) for each in both))
     return costs
-
-
-def _weight_usage(
-    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, weights: DecoderWeights, dtype: torch.dtype
-) -> WeightUsage:
-    """After packing: kernels may keep a matrix as stored, quantize it, or convert it to the dtype."""
-    name, encodings = str(dtype).removeprefix("torch."), Counter[str]()
-    for matrix in model.matrices:
-        encodings.update([name] if isinstance(matrix, torch.Tensor) else matrix.encodings)
-    vectors = _num_weight_bytes(weights) - sum(each.nbytes for each in _matrices(weights))
-    stored = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
-    return WeightUsage(
-        num_bytes=vectors + sum(matrix.nbytes for matrix in model.matrices),
-        encodings=encodings,
-        dtype=name,
-        dtype_bytes=num_parameters(checkpoint.spec) * dtype.itemsize,
-        stored=Counter(tensor.encoding for tensor in stored),
-        stored_bytes=sum(tensor.num_bytes for tensor in stored),
-        quantization=config.quantization,
-    )
-
-
-def _matrices(weights: DecoderWeights) -> Iterator[Weight]:
-    yield weights.embedding
-    if weights.head is not weights.embedding:
-        yield weights.head
-    for layer in weights.layers:
-        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
-
-
-def _kv_token_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype) -> int:
-    return KvGeometry.of(spec, choice.kernels.kv_dtype(dtype)).token_bytes
 
 
 def _describe_cache(resolved: ResolvedConfig, geometry: KvGeometry) -> str:
@@ -391,12 +376,3 @@ def _describe_cache(resolved: ResolvedConfig, geometry: KvGeometry) -> str:
     if resolved.num_host_blocks:
         text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
     return text
-
-
-def _num_weight_bytes(weights: DecoderWeights) -> int:
-    tensors = [weights.embedding, weights.final_norm]
-    if weights.head is not weights.embedding:
-        tensors.append(weights.head)
-    for layer in weights.layers:
-        tensors.extend(t for name in layer.__slots__ if (t := getattr(layer, name)) is not None)
-    return sum(tensor.nbytes for tensor in tensors)

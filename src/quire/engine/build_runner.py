@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -10,22 +12,26 @@ from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.sharding import WHOLE, Shard
 from quire.core.shared_blocks import SharedBlocks
+from quire.core.speculative import parse_sources
 from quire.engine.machine import inspect
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
 from quire.engine.startup import StartupReporter
+from quire.engine.stats import WeightUsage
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds
-from quire.kernels.interface import AttentionRule
+from quire.kernels.interface import AttentionRule, Weight
 from quire.kernels.select import KernelChoice, select_kernels
 from quire.models.decoder import Decoder
+from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.device_drafting import DraftConfig, SuffixDrafter
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import KvStores, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import StageRunner
-from quire.weights.allocate import UnfilledWeights, dummy_weights
+from quire.weights.allocate import UnfilledWeights, dummy_weights, num_parameters
 from quire.weights.dequantize import Dequantizer
 from quire.weights.load import unfilled_weights
 from quire.weights.stored_weights import stored_weights
@@ -111,6 +117,12 @@ def check_role(role: EngineRole, config: EngineConfig, device: torch.device) -> 
                 f"--prefill-engines copies whole KV blocks, and {flag} {size} divides them; omit one of them.",
                 param="prefill_engines",
             )
+    if parse_sources(config.speculative).model is not None:
+        raise ConfigError(
+            f"--prefill-engines copies the KV blocks of one model, and --speculative {config.speculative} has two; "
+            f"omit one of them.",
+            param="prefill_engines",
+        )
     if not hasattr(os, "memfd_create"):
         raise ConfigError("--prefill-engines shares memory as Linux does; omit it here.", param="prefill_engines")
 
@@ -130,6 +142,7 @@ def make_runner(
     serving: bool,
     planted: bool,
     shard: Shard = WHOLE,
+    draft_model: DraftModelConfig | None = None,
 ) -> ModelRunner | StageRunner:
     """What samples, or a pipeline stage before that."""
     if not shard.is_last:
@@ -147,6 +160,7 @@ def make_runner(
         kept_bytes=max(resolved.workspace_bytes - GIB, 0),
         capture_graphs=choice.capturable,
         drafters=drafters_of(resolved.drafters) if on_host else (),
+        draft_model=draft_model,
         device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
     )
 
@@ -216,3 +230,44 @@ def _allocate_tensors(
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
     """A second copy of a model's weights, for comparisons."""
     return _allocate_tensors(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
+
+
+def weight_usage(
+    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, weights: DecoderWeights, dtype: torch.dtype
+) -> WeightUsage:
+    """After packing: kernels may keep a matrix as stored, quantize it, or convert it to the dtype."""
+    name, encodings = str(dtype).removeprefix("torch."), Counter[str]()
+    for matrix in model.matrices:
+        encodings.update([name] if isinstance(matrix, torch.Tensor) else matrix.encodings)
+    vectors = num_weight_bytes(weights) - sum(each.nbytes for each in _matrices(weights))
+    stored = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
+    return WeightUsage(
+        num_bytes=vectors + sum(matrix.nbytes for matrix in model.matrices),
+        encodings=encodings,
+        dtype=name,
+        dtype_bytes=num_parameters(checkpoint.spec) * dtype.itemsize,
+        stored=Counter(tensor.encoding for tensor in stored),
+        stored_bytes=sum(tensor.num_bytes for tensor in stored),
+        quantization=config.quantization,
+    )
+
+
+def _matrices(weights: DecoderWeights) -> Iterator[Weight]:
+    yield weights.embedding
+    if weights.head is not weights.embedding:
+        yield weights.head
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+
+
+def kv_token_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype) -> int:
+    return KvGeometry.of(spec, choice.kernels.kv_dtype(dtype)).token_bytes
+
+
+def num_weight_bytes(weights: DecoderWeights) -> int:
+    tensors = [weights.embedding, weights.final_norm]
+    if weights.head is not weights.embedding:
+        tensors.append(weights.head)
+    for layer in weights.layers:
+        tensors.extend(t for name in layer.__slots__ if (t := getattr(layer, name)) is not None)
+    return sum(tensor.nbytes for tensor in tensors)

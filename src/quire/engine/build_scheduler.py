@@ -8,6 +8,7 @@ copying a block to the host and back takes is measured by `measure_transfer`.
 
 import importlib.util
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from quire.config import EngineConfig
@@ -103,8 +104,9 @@ def first_costs(
     kv_bytes_per_token: int,
     largest_chunk: int,
     context_per_draft: float = 1.0,
+    draft_times: "StepTimes | None" = None,
 ) -> CostTable:
-    """The table an engine starts with. `num_parameters`: those used per token."""
+    """The table an engine starts with. `num_parameters`: those used per token; `draft_times`: of a draft model."""
     if pace is not None:
         measured = measured_costs(
             pace,
@@ -113,6 +115,12 @@ def first_costs(
             num_parameters=num_parameters,
             context_per_draft=context_per_draft,
         )
+        if draft_times is not None:
+            measured = replace(
+                measured,
+                seconds_per_draft_pass=draft_times.decode_s,
+                seconds_per_draft_token=draft_times.token_s,
+            )
         return CostTable(measured, largest_chunk)
     constants = roofline(
         num_parameters=num_parameters,

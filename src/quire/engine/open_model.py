@@ -1,6 +1,7 @@
 """From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,10 +9,11 @@ from quire.catalog.locate import locate
 from quire.catalog.names import HubName
 from quire.catalog.store import Report, ignore
 from quire.config import EngineConfig
-from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound
+from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound, shown
 from quire.core.model import ModelSpec
 from quire.core.sampling import SamplingParams
 from quire.core.sharding import check_divisible, check_stages
+from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
@@ -25,6 +27,7 @@ class OpenedModel(NamedTuple):
     name: str
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
+    draft: Checkpoint | None = None  # of the draft model that the settings name
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -56,7 +59,49 @@ def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: boo
         check_length(config, checkpoint.spec)
         _check_ranks(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
-    return OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
+    opened = OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
+    return opened if scripted else opened._replace(draft=_open_draft(config, opened, fetching))
+
+
+def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | None:
+    """The draft model, if the settings name one. It must have the tokens of the model."""
+    wanted = parse_sources(config.speculative).model
+    if wanted is None:
+        return None
+    if config.device == "cuda":
+        raise draft_on_gpu_refused(config.speculative)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative is {config.speculative}, and tensor_parallel_size is {config.tensor_parallel_size}: a draft "
+            f"model runs beside a model in one process only. Use --tensor-parallel-size 1, or --speculative auto.",
+            param="speculative",
+        )
+    name, checkpoint = find_checkpoint(replace(config, model=wanted, revision=None), fetching)
+    tokenizer = open_tokenizer(checkpoint)
+    if tokenizer is None or opened.tokenizer is None:
+        sizes = checkpoint.spec.vocab_size, opened.checkpoint.spec.vocab_size
+        if sizes[0] == sizes[1]:
+            return checkpoint
+        difference = f"it has {sizes[0]} tokens, and {opened.name} has {sizes[1]}"
+    else:
+        number = opened.tokenizer.first_difference(tokenizer)
+        if number is None:
+            return checkpoint
+        theirs, ours = (shown(each.id_to_piece(number)) for each in (tokenizer, opened.tokenizer))
+        difference = f"token {number} is {theirs} there and {ours} in {opened.name}"
+    raise ConfigError(
+        f"The draft model {name} has another tokenizer: {difference}. Use a smaller model of the same family, or "
+        f"--speculative auto.",
+        param="speculative",
+    )
+
+
+def draft_on_gpu_refused(speculative: str) -> ConfigError:
+    return ConfigError(
+        f"speculative is {speculative}, and the device is a GPU: so far, draft models run on CPUs only. Use "
+        f"--speculative auto, or --device cpu.",
+        param="speculative",
+    )
 
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:

@@ -23,6 +23,7 @@ from quire.kernels.select import select_kernels
 from quire.models.interface import Model
 from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import DraftConfig, RowHistory
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import PipelineParallelRunner, StageRunner, full_answer
@@ -31,6 +32,7 @@ from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 from quire.sim.check.trial import RunnerFactory
 
 _ERASED = -7  # no token and no position
+_DRAFT_WRONG_OF = 6
 
 
 class PlantedDrafter:
@@ -74,6 +76,19 @@ class PlantedDeviceDrafter:
         return torch.stack(drafts, dim=1)
 
 
+class DraftOracle(OracleModel):
+    """A draft model that says what the oracle says, from keys and values of its own; in one of `wrong_of` places
+    another token."""
+
+    def __init__(self, vocab_size: int, index_of_block: Tensor, wrong_of: int = 0) -> None:
+        super().__init__(vocab_size, index_of_block)
+        self._wrong_of = wrong_of  # 0: never
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        wrong = hidden // 3 % self._wrong_of == 0 if self._wrong_of else torch.zeros_like(hidden)
+        return super().logits(hidden + wrong, out)
+
+
 class TorchOracleRunner:
     """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
 
@@ -94,6 +109,7 @@ class TorchOracleRunner:
         copy_blocks: CopyBlocks | None = None,
         draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
         wrap: Callable[[OracleModel], Model] = lambda model: model,
+        draft_wrong_of: int | None = None,  # drafts by a model that is wrong in one of so many places; None: planted
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
@@ -101,6 +117,11 @@ class TorchOracleRunner:
         model = wrap(OracleModel(vocab_size, self._index_of_block))
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         on_host = where.type == "cpu" and row_kernels is None
+        draft_model = None
+        if on_host and draft_wrong_of is not None:
+            drafter = DraftOracle(vocab_size, self._index_of_block, draft_wrong_of)
+            drafts = new_store(drafter.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
+            draft_model = DraftModelConfig(drafter, drafts, max_length, vocab_size)
         on_device = DraftConfig(PlantedDeviceDrafter(vocab_size, max_rows, where), draft_kernels)
         self._runner = ModelRunner(
             model,
@@ -109,7 +130,8 @@ class TorchOracleRunner:
             max_length=max_length,
             row_kernels=row_kernels,
             max_step_tokens=16,
-            drafters=[PlantedDrafter(vocab_size)] if on_host else [],
+            drafters=[PlantedDrafter(vocab_size)] if on_host and draft_model is None else [],
+            draft_model=draft_model,
             device_drafts=None if row_kernels is None else on_device,
         )
         while not self._runner.prepared:
@@ -165,7 +187,11 @@ def torch_oracle(
     copy_blocks: CopyBlocks | None = None,
     draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
     wrap: Callable[[OracleModel], Model] = lambda model: model,
+    draft_wrong_of: int | None = None,
 ) -> TorchOracleRunner:
+    """Where drafts are proposed on the host, those of every second scenario come from a draft model."""
+    if draft_wrong_of is None and scenario.num_requests % 2:
+        draft_wrong_of = _DRAFT_WRONG_OF
     return TorchOracleRunner(
         vocab_size=VOCAB_SIZE,
         num_blocks=scenario.num_blocks,
@@ -178,6 +204,7 @@ def torch_oracle(
         copy_blocks=copy_blocks,
         draft_kernels=draft_kernels,
         wrap=wrap,
+        draft_wrong_of=draft_wrong_of,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from quire.config import DEFAULT_SERVER_ROWS, EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
+from quire.core.speculative import resolve_drafters
 
 GIB = 1 << 30
 _DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput counts, not the time between two tokens
@@ -89,7 +90,9 @@ def resolve(
             f"needs a token in each step. Use --max-num-batched-tokens {rows} or more.",
             param="max_num_batched_tokens",
         )
-    drafters = _resolve_drafters(config, reasons)
+    drafters = resolve_drafters(config.speculative, caches_prefixes=_resolve_regime(config, {}) == "prefix")
+    if drafters:
+        reasons["speculative"] = "you"
     run_ahead = 1 if on_gpu else config.pipeline_parallel_size - 1  # a step in every stage
     workspace = _workspace_bytes(spec, rows, budget, drafts=bool(drafters)) if on_gpu else 0
     if on_gpu:
@@ -129,23 +132,6 @@ def _resident_limit(kv_bytes: int, num_blocks: int) -> int:
     """A CPU's memory becomes resident block by block; on a GPU, all of it is allocated at the start."""
     most = max(kv_bytes // _CPU_RESIDENT_SHARE, _CPU_LEAST_RESIDENT)
     return min(num_blocks * most // kv_bytes, num_blocks) if kv_bytes else 0
-
-
-def _resolve_drafters(config: EngineConfig, reasons: dict[str, str]) -> tuple[str, ...]:
-    """The drafters of speculative decoding, by name; none: it is off."""
-    caches = _resolve_regime(config, {}) == "prefix"
-    derived = config.speculative == "auto"
-    names = ("ngram", "tree") if derived else tuple(config.speculative.split("+"))
-    if config.speculative == "off":
-        return ()
-    reasons["speculative"] = "you"
-    if "tree" in names and not caches and not derived:
-        raise ConfigError(
-            f"speculative is {config.speculative}, which drafts from the prefix cache, and prefix caching is off. Use "
-            f"--speculative ngram, or omit --no-enable-prefix-caching and --regime.",
-            param="speculative",
-        )
-    return tuple(name for name in names if name != "tree" or caches)
 
 
 def _workspace_bytes(spec: ModelSpec, rows: int, budget: int, *, drafts: bool) -> int:

@@ -6,6 +6,7 @@
              it to the row when the row starts); followed for as long as the row says the same, and found again where
              the row returns to it
     forced   the text that the grammar of a row forces, as the plan names it (jump forward)
+    draft    a smaller model, for the rows to which no other drafter proposes anything (`draft_model`)
 
 A wrong draft costs time and never changes an output. Host side, numpy: for runners that compute a step before `launch`
 returns, and so know every token when the next is launched. Does not depend on torch.
@@ -38,6 +39,13 @@ class Drafter(Protocol):
 
     def propose(self, row: Row, tokens: IntArray, count: int) -> IntArray:
         """Up to `count` tokens that may follow these, which are all that the row has."""
+
+
+class BatchDrafter(Protocol):
+    """Proposes tokens of many rows at once."""
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int], texts: Sequence[IntArray]) -> list[IntArray]:
+        """Up to `counts[i]` tokens that may follow `texts[i]`, which are all that row `rows[i]` has."""
 
 
 class NgramDrafter:
@@ -140,11 +148,12 @@ class Drafted(NamedTuple):
 
 
 class Drafting:
-    """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something.
-    Without drafters, rows have only the drafts that a plan names."""
+    """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something; a
+    batch drafter comes last. Without drafters, rows have only the drafts that a plan names."""
 
-    def __init__(self, max_rows: int, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, max_rows: int, drafters: Sequence[Drafter], batch_drafter: BatchDrafter | None = None) -> None:
         self._drafters = drafters
+        self._batch_drafter = batch_drafter
         self._tokens: IntArray = np.zeros((max_rows, 256), dtype=np.int32)  # wide enough for the longest row so far
         self._lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._limits: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens that a row may have
@@ -186,24 +195,34 @@ class Drafting:
         """Drafts for each row, at most its number, none behind its last position; None: no row has any. What a grammar
         forces comes first."""
         self._catch_up()
-        found: list[tuple[int, IntArray]] = []
+        found: dict[Row, IntArray] = {}
+        asked: dict[Row, int] = {}  # rows to which nothing is proposed yet
         by_row = {span.row: span for span in forced}
         for number, most in zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True):
             row, length = Row(number), int(self._lengths[number])
             count = min(most, int(self._limits[number]) - 1 - length)
-            tokens = by_row[row].after(length)[:count] if row in by_row and count > 0 else _NOTHING
-            if count > 0 and not len(tokens):
-                tokens = self._ask(row, count)
-            if len(tokens):
-                found.append((number, tokens))
+            if count <= 0:
+                continue
+            tokens = by_row[row].after(length)[:count] if row in by_row else _NOTHING
+            found[row] = tokens if len(tokens) else self._ask(row, count)
+            if not len(found[row]):
+                asked[row] = count
+        if asked and self._batch_drafter is not None:
+            texts = [self._text(row) for row in asked]
+            proposed = self._batch_drafter.propose(list(asked), list(asked.values()), texts)
+            found.update(zip(asked, proposed, strict=True))
+        found = {row: tokens for row, tokens in found.items() if len(tokens)}
         if not found:
             return None
-        rows = np.array([row for row, _ in found], dtype=np.int32)
-        counts = np.array([len(tokens) for _, tokens in found], dtype=np.int64)
-        return Drafted(rows, counts, np.concatenate([tokens for _, tokens in found]))
+        rows = np.array(list(found), dtype=np.int32)
+        counts = np.array([len(tokens) for tokens in found.values()], dtype=np.int64)
+        return Drafted(rows, counts, np.concatenate(list(found.values())))
+
+    def _text(self, row: Row) -> IntArray:
+        return self._tokens[row, : self._lengths[row]]
 
     def _ask(self, row: Row, count: int) -> IntArray:
-        tokens = self._tokens[row, : self._lengths[row]]
+        tokens = self._text(row)
         for drafter in self._drafters:
             proposed = drafter.propose(row, tokens, count)
             if len(proposed):

@@ -38,6 +38,7 @@ from quire.runner.batch import (
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
 from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRows, counts_of, drafts_computed
+from quire.runner.draft_model import DraftModel, DraftModelConfig
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
 from quire.runner.kv_store import KvStores
@@ -73,16 +74,17 @@ class ModelRunner:
         capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
         drafters: Sequence[Drafter] = (),  # on a CPU only: they read the tokens of the step before
         device_drafts: DraftConfig | None = None,  # drafts on the device, in captured steps only
+        draft_model: DraftModelConfig | None = None,  # on a CPU only
     ) -> None:
-        device = stores.device.device
-        assert not drafters or device.type == "cpu", "drafts are proposed on the host"
+        self.device = device = stores.device.device
         on_host = device.type == "cpu" and row_kernels is None  # there rows may draft what their grammars force
-        self._drafting = Drafting(max_rows, drafters) if drafters or on_host else None
-        self.device = device
+        assert on_host or not (drafters or draft_model), "drafts are proposed on the host"
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, row_kernels, draw_tokens)
+        self._draft_model = None if draft_model is None else DraftModel(draft_model, self._rows, self._sampler)
+        self._drafting = Drafting(max_rows, drafters, self._draft_model) if on_host else None
         self._pools = Pools()
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
@@ -179,14 +181,22 @@ class ModelRunner:
         if self._greedy_step is None or any_armed():
             return None
         rows = self._rows.repeat(plan)
-        return None if rows is None else PendingStep(plan.step, self._sampled(rows, self._greedy_step(), None))
+        if rows is None:
+            return None
+        if self._draft_model is not None:
+            self._draft_model.apply(plan)
+        return PendingStep(plan.step, self._sampled(rows, self._greedy_step(), None))
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
         self._greedy_step = None
         self._stores.carry(plan.moves)
+        if self._draft_model is not None:
+            self._draft_model.carry(plan.moves)
         self._follow(plan)
         decoding = self._rows.apply(plan)
+        if self._draft_model is not None:
+            self._draft_model.apply(plan)
         self._trip(FaultSite.BUILD_BATCH)
         if not plan.num_padding:
             sampled = self._verify(plan, decoding) or self._replay(plan, decoding)

@@ -57,6 +57,9 @@ class Constants:
     seconds_per_context_token: float  # one KV token read by a decoding row
     seconds_per_attention_pair: float  # one KV token read by one token of a chunk
     context_per_draft: float = 1.0  # of a row's KV tokens, the share that each of its drafts reads again
+    # Of a draft model, which proposes one draft of each row in a pass: reading its weights, and multiplying by them.
+    seconds_per_draft_pass: float = 0.0
+    seconds_per_draft_token: float = 0.0
 
 
 # A small model on a small machine, until steps are measured: only the proportions matter.
@@ -158,10 +161,15 @@ class CostTable:
         constants = self.constants
         num_tokens = shape.num_rows + shape.num_chunk_tokens + shape.num_drafts
         num_context: float = shape.num_context
+        drafting_s = 0.0
         if shape.num_drafts:
+            num_passes = -(-shape.num_drafts // max(1, shape.num_rows))
+            in_a_pass = constants.seconds_per_draft_token * shape.num_drafts / num_passes
+            drafting_s = num_passes * hypot(constants.seconds_per_draft_pass, in_a_pass)
             num_context += constants.context_per_draft * (shape.num_drafts * num_context // max(1, shape.num_rows))
         return (
             constants.seconds_per_step
+            + drafting_s
             + hypot(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)
             + constants.seconds_per_context_token * num_context
             + constants.seconds_per_attention_pair * shape.chunk_context

@@ -56,6 +56,14 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         return cls(vocabulary_from_gguf(metadata))
 
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """The first id that is another token there; None: there is none. Ids that only one of them has do not count."""
+        mine, theirs = (
+            {number: token for token, number in each._backend.get_vocab(with_added_tokens=True).items()}
+            for each in (self, other)
+        )
+        return min((number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number]), default=None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens that appear in the text are parsed as special tokens.
 

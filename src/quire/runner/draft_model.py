@@ -1,0 +1,203 @@
+"""A draft model: a second, smaller model with the same tokens, which proposes what the model may say next.
+
+Its keys and values lie in a store of their own, at the block ids of the model's: one block table serves both, and block
+copies, forks, preemptions and prefix hits are the same. The draft model computes a row's tokens only when the row has
+drafts, so it may lag behind. `DraftedBlocks` counts how much of each block it has, and a row begins where its blocks
+end: at what another request with the same prefix had computed, or one token behind after all drafts were accepted.
+
+Host side: for runners that compute a step before `launch` returns. Wrong keys and values would cost time, and change no
+output: a draft is only ever accepted if it is the token sampled.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+from quire.core.moves import Move, Tier
+from quire.core.step import StepPlan
+from quire.kernels.interface import StepLayout
+from quire.kernels.row_interface import slots_of
+from quire.kernels.transfers import upload_integers
+from quire.models.interface import Model
+from quire.runner.kv_store import KvStores
+from quire.runner.row_table import RowTable
+from quire.sampling.row_params import SamplingBatch
+from quire.sampling.sampler import Sampler
+
+# Tokens in one step that rows lag behind and that are computed first; more in the next step. As a chunk of a prompt on
+# a CPU has by default.
+MAX_CATCH_UP = 512
+
+
+class DraftModelConfig(NamedTuple):
+    """A draft model and its store, which has the blocks of the model's own."""
+
+    model: Model
+    stores: KvStores
+    max_positions: int  # that it was trained for: it drafts nothing behind them
+    vocab_size: int  # of the model that it drafts for
+
+
+class DraftedBlocks:
+    """How many positions of each block the draft model has computed, from the first on, for the tokens it holds now."""
+
+    __slots__ = ("_block_size", "_counts", "_table")
+
+    def __init__(self, stores: KvStores, table: RowTable) -> None:
+        self._block_size = stores.block_size
+        self._table = table
+        self._counts: dict[Tier, NDArray[np.int64]] = {Tier.DEVICE: np.zeros(len(stores.device), dtype=np.int64)}
+        if stores.host is not None:
+            self._counts[Tier.HOST] = np.zeros(len(stores.host), dtype=np.int64)
+
+    def carry(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            self._counts[move.dst.tier][move.dst.block] = self._counts[move.src.tier][move.src.block]
+
+    def grant(self, plan: StepPlan) -> None:
+        """Blocks are granted and chunks write to them. A row that starts may be granted blocks from the prefix tree:
+        what is new begins at its first chunk. All later blocks are new."""
+        if len(plan.grants):
+            new = ~np.isin(plan.grants.rows, [start.row for start in plan.starts])
+            self._counts[Tier.DEVICE][plan.grants.blocks[new]] = 0
+        for chunk in plan.chunks:
+            self.cut(chunk.row, chunk.start)
+
+    def of_row(self, row: Row) -> int:
+        """Positions of a row that are computed, from the first on."""
+        counts = self._counts[Tier.DEVICE][self._blocks(row)]
+        partial = np.flatnonzero(counts < self._block_size)
+        if not len(partial):
+            return len(counts) * self._block_size
+        return int(partial[0]) * self._block_size + int(counts[partial[0]])
+
+    def cut(self, row: Row, position: int) -> None:
+        """The row holds other tokens from this position on."""
+        counts, blocks = self._counts[Tier.DEVICE], self._blocks(row)[position // self._block_size :]
+        counts[blocks[:1]] = np.minimum(counts[blocks[:1]], position % self._block_size)
+        counts[blocks[1:]] = 0
+
+    def extend(self, row: Row, start: int, stop: int) -> None:
+        """The positions [start, stop) of a row are computed, and all before them."""
+        first = start // self._block_size
+        blocks = self._blocks(row)[first : -(-stop // self._block_size)]
+        computed = stop - (first + np.arange(len(blocks))) * self._block_size
+        self._counts[Tier.DEVICE][blocks] = np.minimum(computed, self._block_size)
+
+    def _blocks(self, row: Row) -> IntArray:
+        blocks: IntArray = self._table.tables[row, : int(self._table.num_blocks[row])].numpy()
+        return blocks
+
+
+class DraftModel:
+    """Proposes tokens of many rows at once, one position after the other."""
+
+    def __init__(self, config: DraftModelConfig, table: RowTable, sampler: Sampler) -> None:
+        self._model, self._stores, self._max_positions, self._vocab_size = config
+        self._table = table
+        self._sampler = sampler
+        self._blocks = DraftedBlocks(config.stores, table)
+        self._unverified: list[Row] = []  # rows with drafts in the last step
+
+    def apply(self, plan: StepPlan) -> None:
+        """Call when the row table has applied the plan."""
+        self._blocks.grant(plan)
+
+    def carry(self, moves: Many[Move]) -> None:
+        """Copy blocks. Call before the row table applies the plan: the drafts of the last step are verified now, and
+        rejected ones are not computed."""
+        for row in self._unverified:
+            self._blocks.cut(row, int(self._table.lengths[row]) - 1)
+        self._unverified.clear()
+        self._stores.carry(moves)
+        self._blocks.carry(moves)
+
+    def propose(self, rows: Many[Row], counts: Many[int], texts: Many[IntArray]) -> list[IntArray]:
+        """Drafts of each row, at most its number. `texts`: all tokens of each row. Sampled as the row samples, with
+        the random numbers of the same positions: what is drawn from alike probabilities is mostly the same token."""
+        starts = [min(self._blocks.of_row(row), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        lags = np.array([len(text) - start for start, text in zip(starts, texts, strict=True)])
+        order = np.argsort(lags, kind="stable")
+        left = MAX_CATCH_UP + len(rows) - np.cumsum(lags[order]) + lags[order]
+        computed = np.minimum(lags[order], left).clip(min=0)
+        drafted: list[list[int]] = [[] for _ in rows]
+        first: list[_Part] = []
+        for place, length in zip(order.tolist(), computed.tolist(), strict=True):
+            start, text = starts[place], texts[place]
+            wanted = min(counts[place], self._max_positions - len(text)) if length == lags[place] else 0
+            if length > 0:
+                first.append(_Part(place, rows[place], start, text[start : start + length], wanted))
+        parts = first
+        while parts:
+            tokens = self._compute(parts)
+            parts = [
+                _Part(part.place, part.row, part.stop, np.array([token], dtype=np.int32), part.num_wanted - 1)
+                for part, token in zip(parts, tokens, strict=True)
+                if part.num_wanted > 0
+            ]
+            for part in parts:
+                drafted[part.place].append(int(part.tokens[0]))
+            parts = [part for part in parts if part.num_wanted > 0]
+        self._unverified = [rows[part.place] for part in first]
+        return [np.array(tokens, dtype=np.int32) for tokens in drafted]
+
+    def _compute(self, parts: "list[_Part]") -> list[int]:
+        """The next token of each part, with the keys and values of all of them."""
+        lengths = np.array([len(part.tokens) for part in parts])
+        rows = np.array([part.row for part in parts], dtype=np.int32)
+        ends = np.cumsum(lengths)
+        table, device = self._table, self._table.device
+        stops = np.array([part.stop for part in parts])
+        tokens, token_rows, positions, query_starts, context_lengths, last, device_rows = upload_integers(
+            device,
+            np.concatenate([part.tokens for part in parts]),
+            np.repeat(rows, lengths),
+            np.arange(ends[-1]) - np.repeat(ends - stops, lengths),
+            np.concatenate([[0], ends]),
+            stops,
+            ends - 1,
+            rows,
+        )
+        layout = StepLayout(
+            positions=positions,
+            slots=slots_of(token_rows, positions, table.columns, table.block_size),
+            tables=table.tables[device_rows, : int(table.num_blocks[rows].max())],
+            query_starts=query_starts.int(),
+            context_lengths=context_lengths.int(),
+            max_lengths=table.max_lengths[token_rows],
+            num_decodes=int(np.count_nonzero(lengths == 1)),
+        )
+        known = tokens.clamp(max=self._model.vocab_size - 1)  # a model may have more tokens at the end than the other
+        hidden = self._model.forward(known, layout, self._stores.device, last)
+        for part in parts:
+            self._blocks.extend(part.row, part.start, part.stop)
+        logits = self._widened(self._model.logits(hidden))
+        return self._sampler.sample(logits, SamplingBatch(device_rows, rows, context_lengths)).tokens.tolist()
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """[rows, vocab] of the model's own vocabulary."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing <= 0:
+            return logits[:, : self._vocab_size]
+        return F.pad(logits, (0, missing), value=-torch.inf)
+
+
+class _Part(NamedTuple):
+    """Tokens of a row that the draft model computes in one pass, from a position on."""
+
+    place: int  # of the row among those that propose
+    row: Row
+    start: int
+    tokens: IntArray
+    num_wanted: int  # drafts that are to follow
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
