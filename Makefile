@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # The index to take torch from; the one that torch's own instructions name for CPUs has much smaller packages.
 TORCH_INDEX ?=
-# Two processes share the files of tests; a file's tests stay together, and so do the servers they start.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes share the files of tests, because many wait for servers that start; a file's tests stay together.
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Servers and commands are started by the hundred: what Python has compiled once, the next one finds.
 unexport PYTHONDONTWRITEBYTECODE

@@ -156,6 +156,7 @@ def test_rows_with_several_queries_agree(rows, block_size, kv_heads, group, dtyp
         step.check(GpuAttention(padded, 0).attend(step.query, step.kv_layer, step.rule))
 
 
+@pytest.mark.long(gpu=True)  # 5 s in the interpreter
 def test_many_rows_with_several_queries_go_longest_first():
     step = Step([Part(7 * place % 40, 1 + place % 4) for place in range(40)], kv_heads=1, group=4)
     layout = replace(step.layout, max_queries=4)

@@ -264,6 +264,7 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(in_harness, 
     in_harness(body)
 
 
+@pytest.mark.long  # 7 s; that of a process that hangs as a whole runs always
 @pytest.mark.skipif(sys.platform != "linux", reason="ptrace")
 def test_a_loop_that_hangs_in_a_process_that_beats_is_killed_and_replaced(in_harness, monkeypatch, caplog):
     async def body(w: EngineHarness) -> None:
