@@ -22,9 +22,9 @@ from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.outputs import RequestOutput
+from quire.sched.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.async_engine import AsyncEngine, EngineLost
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 from quire.server.request_stream import RequestStream
 from tests.clients.client_server import SMALL, scripted

@@ -17,9 +17,9 @@ from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.messages import ImportPrefix, ImportReply, LeasePrefix, LeaseReply, PromptTransfer, ReleaseLease
 from quire.engine.prefix_transfer import PrefixLease, TransferFailure
+from quire.sched.prefix_router import REQUEST_TOKENS, PrefixRouter
 from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting
 from quire.server.http.request_context import CURRENT_CONTEXT
-from quire.server.prefix_router import REQUEST_TOKENS, PrefixRouter
 from quire.server.request_stream import RequestStream
 
 MIN_SPLIT_TOKENS = 512  # of a prompt that the decode engine has not cached; below, a transfer saves too little

@@ -19,11 +19,11 @@ from quire.core.sampling import SamplingParams
 from quire.engine.messages import DEFAULT_OPTIONS, SubmitOptions
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.stats import EngineInfo, EngineStats
+from quire.sched.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.async_engine import AsyncEngine, EngineRestarting, options_for
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.prefill_decode import MIN_SPLIT_TOKENS, PrefillEngines
-from quire.server.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.request_stream import RequestStream
 
 _OF_ALL = ("reset_prefix_cache", "drain")  # queries that every replica answers
