@@ -69,7 +69,7 @@ class Split:
     async def assert_nothing_is_held(self) -> None:
         """Every block of both engines is free or cached, once the latest statistics have come."""
         async with asyncio.timeout(20):
-            for engine in (*self.engine._engines, *self.split.engines):
+            for engine in (*self.engine.engines, *self.split.engines):
                 while True:
                     stats = engine.stats
                     if stats is not None and stats.num_blocks == stats.num_free_blocks + stats.num_evictable_blocks:

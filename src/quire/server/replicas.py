@@ -43,17 +43,19 @@ class ReplicaLoad(NamedTuple):
     num_requests: int  # open
     num_submitted: int  # since the start of the server
     num_restarts: int
-    role: str = EngineRole.WHOLE.value
+    role: str
+    pid: int | None  # of the engine process, if it runs
+    num_held_blocks: int | None  # KV blocks that are neither free nor cached; None: not known yet
 
 
 class ReplicatedEngine:
     """The replicas as one engine. Request numbers tell the replica: number modulo their count."""
 
     def __init__(self, engines: Sequence[AsyncEngine], prefill: PrefillEngines | None = None) -> None:
-        self._engines = engines
+        self.engines = engines
         self.prefill = prefill  # if there are prefill engines, these are decode engines
         self._router = PrefixRouter(len(engines))
-        self._num_submitted = [0] * len(engines)
+        self.num_submitted = [0] * len(engines)
         self._earlier = dict.fromkeys(COUNTERS, 0)  # counted by engines that are gone
         self.is_ready: Callable[[int], bool] = lambda rank: True
         for rank, engine in enumerate(engines):
@@ -61,7 +63,7 @@ class ReplicatedEngine:
 
     def _note_loss(self, rank: int) -> None:
         self._router.forget(rank)
-        stats = self._engines[rank].stats
+        stats = self.engines[rank].stats
         if stats is not None:
             for name in COUNTERS:
                 self._earlier[name] += getattr(stats, name)
@@ -73,7 +75,7 @@ class ReplicatedEngine:
         options = options_for(CURRENT_CONTEXT.get(), keywords.get("options", DEFAULT_OPTIONS))
         hashes = prefix_hashes(options.partition, prompt)
         rank = self._router.choose(loads, hashes)
-        engine = self._engines[rank]
+        engine = self.engines[rank]
         num_uncached = len(prompt) - CHUNK_TOKENS * self._router.num_known(rank, hashes)
         reads_all = keywords.get("pooled") or keywords.get("without_tokens") or params.prompt_logprobs is not None
         splits = self.prefill is not None and num_uncached >= MIN_SPLIT_TOKENS and not reads_all
@@ -84,14 +86,14 @@ class ReplicatedEngine:
         if engine.info is not None:
             self._router.limit(rank, engine.info.num_blocks * engine.info.block_size)
         note(() if splits else hashes)
-        self._num_submitted[rank] += 1
+        self.num_submitted[rank] += 1
         return stream
 
     def _loads(self) -> dict[int, int]:
         """Open requests of the replicas that may be chosen: those that are ready, or else all that run."""
         if self.draining:
             raise Draining
-        running = {rank: each.num_requests for rank, each in enumerate(self._engines) if each.attached}
+        running = {rank: each.num_requests for rank, each in enumerate(self.engines) if each.attached}
         if not running:
             raise EngineRestarting("The engines are being started; try again in a moment.")
         return {rank: load for rank, load in running.items() if self.is_ready(rank)} or running
@@ -100,24 +102,24 @@ class ReplicatedEngine:
         return self._of(number).abort(number)
 
     def _of(self, number: int) -> AsyncEngine:
-        return self._engines[number % len(self._engines)]
+        return self.engines[number % len(self.engines)]
 
     def fail_all(self, failure: Callable[[], QuireError]) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.fail_all(failure)
 
     def numbers_of(self, request_id: str) -> tuple[int, ...]:
-        return tuple(number for engine in self._engines for number in engine.numbers_of(request_id))
+        return tuple(number for engine in self.engines for number in engine.numbers_of(request_id))
 
     async def query(self, what: str, number: int = 0) -> bytes:
         """Of the replica that has a request, of all of them, or else of the first that runs."""
         if what == "explain":
             return await self._of(number).query(what, number)
-        running = [engine for engine in self._engines if engine.attached] or [self._engines[0]]
+        running = [engine for engine in self.engines if engine.attached] or [self.engines[0]]
         if what not in _OF_ALL:
             return await running[0].query(what, number)
         if what == "reset_prefix_cache":
-            for rank in range(len(self._engines)):
+            for rank in range(len(self.engines)):
                 self._router.forget(rank)
             running += [] if self.prefill is None else [each for each in self.prefill.engines if each.attached]
         replies = [msgspec.json.decode(await engine.query(what, number)) for engine in running]
@@ -125,25 +127,25 @@ class ReplicatedEngine:
 
     @property
     def draining(self) -> bool:
-        return self._engines[0].draining
+        return self.engines[0].draining
 
     @draining.setter
     def draining(self, value: bool) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.draining = value
 
     @property
     def attached(self) -> bool:
-        return any(engine.attached for engine in self._engines)
+        return any(engine.attached for engine in self.engines)
 
     @property
     def num_requests(self) -> int:
-        return sum(engine.num_requests for engine in self._engines)
+        return sum(engine.num_requests for engine in self.engines)
 
     @property
     def info(self) -> EngineInfo | None:
         """Of the first, with the rows and blocks of all."""
-        known = [engine.info for engine in self._engines if engine.info is not None]
+        known = [engine.info for engine in self.engines if engine.info is not None]
         if not known:
             return None
         rows, blocks = sum(info.max_num_seqs for info in known), sum(info.num_blocks for info in known)
@@ -152,7 +154,7 @@ class ReplicatedEngine:
     @property
     def stats(self) -> EngineStats | None:
         """Sums; what earlier engines have counted is in them."""
-        known = [engine.stats for engine in self._engines if engine.stats is not None]
+        known = [engine.stats for engine in self.engines if engine.stats is not None]
         if not known:
             return None
         sums = {
@@ -163,10 +165,6 @@ class ReplicatedEngine:
         waiting_for = next((stats.waiting_for for stats in known if stats.waiting_for is not None), None)
         step = max(stats.step for stats in known)
         return replace(known[0], **sums, step=step, waiting_for=waiting_for)
-
-    def counts_of(self, rank: int) -> tuple[int, int]:
-        """Requests of a replica: open, and submitted since the start."""
-        return self._engines[rank].num_requests, self._num_submitted[rank]
 
 
 class ReplicaSupervisor:
@@ -240,11 +238,21 @@ class ReplicaSupervisor:
         split = self._engine.prefill
         role = EngineRole.WHOLE if split is None else EngineRole.DECODE
         loads = [
-            ReplicaLoad(rank, each.health.value, *self._engine.counts_of(rank), each.num_restarts, role.value)
+            _load_of(rank, each, self._engine.engines[rank], self._engine.num_submitted[rank], role)
             for rank, each in enumerate(self.supervisors)
         ]
         for rank, each in enumerate(self.prefill if split is not None else ()):
             assert split is not None
-            counts, role = (split.engines[rank].num_requests, split.num_submitted[rank]), EngineRole.PREFILL
-            loads.append(ReplicaLoad(rank, each.health.value, *counts, each.num_restarts, role.value))
+            counted = split.num_submitted[rank]
+            loads.append(_load_of(rank, each, split.engines[rank], counted, EngineRole.PREFILL))
         return loads
+
+
+def _load_of(
+    rank: int, supervisor: Supervisor, engine: AsyncEngine, num_submitted: int, role: EngineRole
+) -> ReplicaLoad:
+    stats = engine.stats
+    held = None if stats is None else stats.num_blocks - stats.num_free_blocks - stats.num_evictable_blocks
+    pid = supervisor.engine_pid if engine.attached else None
+    counts = (engine.num_requests, num_submitted, supervisor.num_restarts)
+    return ReplicaLoad(rank, supervisor.health.value, *counts, role.value, pid, held)
