@@ -27,7 +27,7 @@ NUM_CLIENTS = 8
 NUM_PROMPTS = 24
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-model-len", "2048",
             "--kv-cache-memory", "16MiB", "--max-num-seqs", str(NUM_CLIENTS))  # fmt: skip
-SPLIT_PER_FAULT = 60  # split requests between two faults, on average
+SPLIT_PER_FAULT = 40  # split requests between two faults, on average
 FAULTS = ("kill prefill", "kill prefill", "kill decode", "stop prefill", "stop decode")
 TOLD = ("engine_lost", "engine_unavailable")  # what a client may be told: it tries again
 
