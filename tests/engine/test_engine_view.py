@@ -5,7 +5,9 @@ import json
 import random
 from collections.abc import Callable
 
-from quire.core.ids import RequestId
+import numpy as np
+
+from quire.core.ids import RequestId, Row
 from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import MAX_REMEMBERED, Engine
@@ -58,7 +60,7 @@ def test_each_row_of_each_step_is_a_chunk_or_a_decode() -> None:
     steps = watched.describe()["steps"]
     assert isinstance(steps, list)
     assert [step["prefills"] for step in steps] == [[[0, 16]], [[0, 16]], [[0, 8]], [], []], "40 tokens, 16 in a step"
-    assert [step["decodes"] for step in steps] == [[], [], [], [0], [0]]
+    assert [step["decodes"] for step in steps] == ["00", "00", "00", "10", "10"], "a digit for each row"
     assert [round(step["seconds"], 3) for step in steps] == [0.01] * 5
     assert [step["step"] for step in watched.describe(since=2)["steps"]] == [3, 4], "only what is new"
 
@@ -71,8 +73,18 @@ def test_a_prompt_of_one_step_is_a_chunk_too() -> None:
     watched.submit(2, 5)
     watched.step()
     first, second = watched.describe()["steps"]  # type: ignore[misc]
-    assert (first["prefills"], first["decodes"]) == ([[0, 9]], [])
-    assert (second["prefills"], second["decodes"]) == ([[1, 5]], [0])
+    assert (first["prefills"], first["decodes"]) == ([[0, 9]], "00")
+    assert (second["prefills"], second["decodes"]) == ([[1, 5]], "10")
+
+
+def described(sequence: Sequence) -> dict[str, object]:
+    group = sequence.group
+    num_prompt = len(group.request.prompt)
+    return {
+        "row": sequence.row, "request": group.request.id, "decoding": sequence.caught_up, "num_prompt": num_prompt,
+        "num_computed": min(sequence.num_computed, num_prompt), "num_cached": group.num_cached,
+        "num_preemptions": group.num_preemptions, "arrived_s": group.arrived_s,
+    }  # fmt: skip
 
 
 def test_the_rows_of_a_step_are_those_found_by_looking_at_every_sequence() -> None:
@@ -91,8 +103,15 @@ def test_the_rows_of_a_step_are_those_found_by_looking_at_every_sequence() -> No
             watched.step()
             running, step = scheduler.running_sequences(), scheduler.last_absorbed
             chunks = [each for each in running if not each.caught_up or each.id in before or each.assigned_step == step]
-            (noted,) = watched.describe(since=step - 1)["steps"][-1:]  # type: ignore[index]
-            assert noted["decodes"] == sorted(each.row for each in running if each not in chunks)  # type: ignore[type-var]
+            view = watched.describe(since=step - 1)
+            assert view["rows"] == [described(each) for each in running], "also those described before"
+            owners = np.full(scheduler.kv.pool.num_blocks, -1)
+            for each in sorted(running, key=lambda each: each.row or 0):
+                owners[scheduler.kv.tables.of(Row(each.row or 0)) - 1] = each.row
+            assert view["owners"] == owners.tolist()
+            (noted,) = view["steps"][-1:]  # type: ignore[index]
+            decoding = {each.row for each in running if each not in chunks}
+            assert noted["decodes"] == "".join("01"[row in decoding] for row in range(scheduler.max_rows))
             tokens = {
                 each.row: max(each.num_planned - before.get(each.id, each.group.num_cached), 0) for each in chunks
             }

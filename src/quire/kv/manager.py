@@ -45,6 +45,14 @@ class BlockTables:
         blocks: IntArray = self._blocks[row, : self.lengths.item(row)]
         return blocks
 
+    def held(self, rows: IndexArray) -> tuple[IndexArray, IntArray]:
+        """The blocks of some rows, one row after another, and the row of each block."""
+        lengths = self.lengths[rows]
+        ends = np.cumsum(lengths)
+        places = np.repeat(rows * self._blocks.shape[1] - (ends - lengths), lengths)  # in the table as one line
+        places += np.arange(len(places))
+        return np.repeat(rows, lengths), self._blocks.reshape(-1)[places]
+
     def last(self, row: Row) -> int:
         return int(self._blocks[row, self.lengths[row] - 1])
 

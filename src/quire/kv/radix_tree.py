@@ -9,7 +9,7 @@ Moves must be carried out in the order of the calls that returned them: their so
 """
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -483,18 +483,16 @@ class RadixTree:
         At most `max_compared` nodes are looked at, so that a large tree costs no more.
         """
         found: list[NodeView] = []
-        nearby: list[tuple[int, int, int, int, Node]] = []
-        children: Iterator[Node] = chain.from_iterable(root.children.values() for root in self._trie.roots())
-        parent, num_compared = -1, 0
-        while len(found) < max_nodes:
-            for node in islice(children, max(max_compared - num_compared, 0)):
-                heappush(nearby, (-node.num_hits, -node.last_use, num_compared, parent, node))
-                num_compared += 1
-            if not nearby:
-                break
+        children = islice(chain.from_iterable(root.children.values() for root in self._trie.roots()), max_compared)
+        nearby = [(-node.num_hits, -node.last_use, number, -1, node) for number, node in enumerate(children)]
+        heapify(nearby)
+        num_compared = len(nearby)
+        while nearby and len(found) < max_nodes:
             *_, parent, node = heappop(nearby)
+            for child in islice(node.children.values(), max_compared - num_compared) if node.children else ():
+                heappush(nearby, (-child.num_hits, -child.last_use, num_compared, len(found), child))
+                num_compared += 1
             found.append(NodeView(parent, len(node.blocks), node.num_hits, node.tier is Tier.HOST))
-            children, parent = iter(node.children.values()), len(found) - 1
         return found
 
     # For tests and audits.

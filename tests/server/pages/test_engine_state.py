@@ -14,7 +14,7 @@ def page() -> Iterator[Page]:
     page = Page("engine_state.js")
     page.do("""
     globalThis.timeline = new Timeline();
-    globalThis.step = (number, end_s, decodes = [0], prefills = []) => ({ step: number, end_s, seconds: 0.1, decodes, prefills, num_preemptions: 0 });
+    globalThis.step = (number, end_s, decodes = "1", prefills = []) => ({ step: number, end_s, seconds: 0.1, decodes, prefills, num_preemptions: 0 });
     """)
     yield page
 
@@ -29,8 +29,9 @@ def test_the_timeline_keeps_the_newest_steps(page: Page) -> None:
 def test_speeds_are_of_the_last_seconds(page: Page) -> None:
     assert page.run("timeline.speed(10)") == {"decodePerS": 0, "prefillPerS": 0, "stepMs": None}
     page.do(
-        "timeline.add([step(0, 1, [0, 1, 2]), step(1, 8.1, [0, 1], [[2, 30]]), step(2, 8.2, [0, 1]), step(3, 10, [0])]);"
+        "timeline.add([step(0, 1, '111'), step(1, 8.1, '11', [[2, 30]]), step(2, 8.2, '011'), step(3, 10, '100')]);"
     )
+    assert page.run("timeline.steps.map((each) => each.decodes)") == [[0, 1, 2], [0, 1], [1, 2], [0]]
     speed = page.run("timeline.speed(10)")
     # From 8.0 to 10: five decoded tokens and 30 of a prompt in two seconds.
     assert speed["decodePerS"] == pytest.approx(2.5) and speed["prefillPerS"] == pytest.approx(15)

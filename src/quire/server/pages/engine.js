@@ -171,7 +171,7 @@ function showTables(view) {
     row.num_prompt,
     row.num_cached,
     row.num_preemptions,
-    duration(row.age_s),
+    duration(view.now_s - row.arrived_s),
   )));
 }
 

@@ -2,7 +2,14 @@
 
 export const MAX_STEPS = 400; // kept and drawn
 
-/** The recent steps of the engine. `add` takes what the server sent since the last time. */
+/** The rows that a text of digits marks with 1. */
+export function rowsOf(digits) {
+  const rows = [];
+  for (let row = digits.indexOf("1"); row >= 0; row = digits.indexOf("1", row + 1)) rows.push(row);
+  return rows;
+}
+
+/** The recent steps of the engine. `add` takes what the server sent since the last time, with decodes as a digit for each row. */
 export class Timeline {
   steps = [];
 
@@ -13,7 +20,7 @@ export class Timeline {
   add(steps) {
     for (const step of steps) {
       if (step.step <= this.last) this.steps = []; // another engine has started
-      this.steps.push(step);
+      this.steps.push({ ...step, decodes: rowsOf(step.decodes) });
     }
     if (this.steps.length > MAX_STEPS) this.steps.splice(0, this.steps.length - MAX_STEPS);
   }
