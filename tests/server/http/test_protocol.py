@@ -1,5 +1,6 @@
 """Raw bytes on a real socket: they get a 4xx or are accepted, and the next client is served."""
 
+import gc
 import inspect
 import json
 import re
@@ -218,6 +219,25 @@ def test_a_connection_is_reused_after_an_early_response(server: RunningServer) -
         connection.sendall(b"{}" + POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n{ }")
         response = received_until_closed(connection)
     assert response.count(b" 401 Unauthorized\r\n") == 4 and b'"length":3' in response
+
+
+def test_a_closed_connection_is_freed_without_a_garbage_collection(server: RunningServer) -> None:
+    """A full collection of a server may be an hour away: connections that wait for one look like a leak."""
+
+    def existing() -> int:
+        return sum(isinstance(each, protocol.GuardedProtocol) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = existing()
+        for _ in range(4):
+            with server.connect() as connection:
+                connection.sendall(POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}")
+                assert b'"length":2' in received_until_closed(connection)
+        wait_until(lambda: existing() <= before)
+    finally:
+        gc.enable()
 
 
 def test_expect_100_continue_is_refused_before_the_body(server: RunningServer) -> None:

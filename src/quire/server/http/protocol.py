@@ -212,7 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._pending = None
             self.requests.abandoned(cast(Scope, self.cycle.scope))
         self._forget_body()
-        self._reader.stop()
+        self._reader.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

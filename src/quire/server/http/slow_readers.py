@@ -31,6 +31,16 @@ class WriteBuffer(Protocol):
     def get_write_buffer_size(self) -> int: ...
 
 
+class _NoBuffer:
+    """Of a connection that is gone."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+_NOTHING = _NoBuffer()
+
+
 class UnreadOutput:
     """The connections where output waits, and how much there was when it began to."""
 
@@ -81,6 +91,12 @@ class ReaderWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def close(self) -> None:
+        """The connection is gone, and nothing here refers to it: it is freed without a garbage collection."""
+        self.stop()
+        self._buffer = _NOTHING
+        del self._call_later, self._cut_off
 
     def cut(self, reason: str) -> None:
         num_unread = self.num_unread
