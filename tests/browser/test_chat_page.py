@@ -246,6 +246,61 @@ def test_a_server_with_keys_serves_the_page_which_asks_for_the_key(
         assert page.run("localStorage.getItem('quire.key')") is None, "only where it was asked for"
 
 
+def test_the_key_dialog_can_be_left_and_keeps_a_remembered_key(
+    browser: Chromium, default_model_path: Path, tmp_path: Path
+) -> None:
+    with local_server(tmp_path, LINES, "--api-key", KEY) as server:
+        page = browser.tab(server.url)
+        page.until("document.getElementById('key-dialog').open")
+        page.press("Escape")
+        page.until("!document.getElementById('key-dialog').open")
+        assert (
+            page.run("new Promise((done) => setTimeout(() => done(document.querySelector('dialog[open]')), 300))")
+            is None
+        )
+        click(page, "#open-key")
+        page.run(f"document.getElementById('key').value = '{KEY}', document.getElementById('remember').click()")
+        click(page, "#key-dialog .go")
+        page.until("document.getElementById('model').innerText.includes('smollm2')")
+        click(page, "#open-key")
+        assert page.run("document.getElementById('remember').checked")
+        page.press("Escape")
+        page.until("!document.getElementById('key-dialog').open")
+        assert page.run("localStorage.getItem('quire.key')") == KEY, "looked at, not changed"
+
+
+def test_an_answer_in_another_tab_is_not_interrupted_and_an_edit_is_kept(tab: Callable[..., Tab]) -> None:
+    first = tab()
+    ask(first, "hello")
+    finished(first)
+    second = tab()
+    second.run(f"location.hash = {json.dumps(first.run('location.hash'))}")
+    second.until("document.querySelectorAll('article').length === 2")
+    second.run("document.querySelector('article.user [title^=Edit]').click()")
+    second.run("document.querySelector('textarea.edit').value = 'half written'")
+    ask(first, "endless")
+    first.until("document.querySelectorAll('article').length === 4")
+    second.until("document.getElementById('list').innerText.includes('hello')")
+    first.until("JSON.parse(localStorage.getItem('quire.chat.' + location.hash.slice(1))).draft === ''")
+    assert second.run("document.querySelector('textarea.edit').value") == "half written"
+    second.run("[...document.querySelectorAll('button')].find((each) => each.innerText === 'Cancel').click()")
+    second.until("document.getElementById('log').innerText.includes('answering in another tab')")
+    assert "interrupted" not in log(second)
+    click(first, "#stop")
+    second.until("document.getElementById('log').innerText.includes('stopped')")
+
+
+def test_copy_pressed_twice_is_copy_again(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    page.run("navigator.clipboard.writeText = async () => {}")
+    ask(page, "hello")
+    finished(page)
+    button = "document.querySelector('article.assistant [title^=Copy]')"
+    page.run(f"{button}.click(), setTimeout(() => {button}.click(), 200)")
+    page.until(f"{button}.innerText === 'Copied'")
+    page.until(f"{button}.innerText === 'Copy'")
+
+
 @pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_page_fits_the_screen(tab: Callable[..., Tab], width: int, dark: bool, tmp_path: Path) -> None:

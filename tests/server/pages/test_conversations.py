@@ -150,6 +150,8 @@ def test_a_cycle_of_messages_ends(page: Page) -> None:
     messages = {name: {"id": name, "parent": other, "role": "user", "content": name} for name, other in ("ab", "ba")}
     value: dict[str, Any] = {"id": "x", "messages": messages, "leaf": "a"}
     assert page.run("texts(readConversation(value))", value=value) == ["b", "a"]
+    selected = "((it) => { select(it, it.messages.a); return it.leaf; })(readConversation(value))"
+    assert page.run(selected, value=value) == "b"
 
 
 def test_an_export_can_be_imported_elsewhere(page: Page) -> None:
@@ -164,6 +166,11 @@ def test_an_export_can_be_imported_elsewhere(page: Page) -> None:
     )
     assert "not JSON" in page.run("refused(text)", text="hello")
     assert "no conversations" in page.run("refused(text)", text='{"conversations": [{"id": 5}]}')
+    page.do("""
+    globalThis.storage = new MemoryStorage(); globalThis.store = tab();
+    storage.setItem = function (key, value) { if (this.length) throw new Error("quota"); MemoryStorage.prototype.setItem.call(this, key, value); };
+    """)
+    assert "full: 1 of 2 conversations were imported" in page.run("refused(text)", text=exported)
 
 
 def test_the_first_visitor_gets_a_moderate_temperature(page: Page) -> None:

@@ -10,6 +10,7 @@ import { MarkdownView, hasMath, highlight } from "./markdown.js";
 import { Answer, readAnswer, statsLine } from "./stream.js";
 
 const SAVE_EVERY_MS = 1000; // of an answer that grows: what a reload would lose
+const ELSEWHERE_MS = 3 * SAVE_EVERY_MS; // without news of an answer in another tab: it was interrupted
 const STICKY_PX = 60; // from the end: nearer than that, the view follows the answer
 
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -29,6 +30,7 @@ const running = new Map(); // by conversation: { controller, message, conversati
 let current = newConversation(newId(), Date.now(), store.settings);
 let models = []; // as the server lists them
 let views = new Map(); // by message: what shows it
+const elsewhere = new Map(); // by conversation: when another tab last stored an answer that is not finished
 
 // ---- showing
 
@@ -137,13 +139,18 @@ function footParts(message) {
   }
   if (message.role === "assistant" && message.stats) parts.push(element("span", { className: "stats", text: statsLine(message.stats) }));
   if (message.state === "stopped") parts.push(element("span", { text: "stopped" }));
-  if (message.state === "streaming" && !busy) parts.push(element("span", { text: "interrupted" }));
-  if (busy) return parts;
+  const isElsewhere = message.state === "streaming" && Date.now() - (elsewhere.get(current.id) ?? 0) < ELSEWHERE_MS;
+  if (message.state === "streaming" && !busy) parts.push(element("span", { text: isElsewhere ? "answering in another tab" : "interrupted" }));
+  if (busy || isElsewhere) return parts;
   if (message.content) parts.push(footButton("Copy", "Copy the text", (event) => copyCode(message.content, event.currentTarget)));
   if (message.role === "user") parts.push(footButton("Edit", "Edit and ask again", () => edit(message)));
   else parts.push(footButton("Retry", "Retry this answer", () => answer(current, message.parent)));
   if (message.role === "user" && current.leaf === message.id) parts.push(footButton("Retry", "Answer this", () => answer(current, message.id)));
   return parts;
+}
+
+function showFeet() {
+  for (const view of views.values()) view.foot.replaceChildren(...footParts(view.message));
 }
 
 function edit(message) {
@@ -303,7 +310,7 @@ function finishView(message) {
   const top = byId("log").scrollTop;
   const draft = views.get(message.id);
   if (draft) update(draft);
-  for (const view of views.values()) view.foot.replaceChildren(...footParts(view.message));
+  showFeet();
   byId("send").hidden = false;
   byId("stop").hidden = true;
   if (follow) toEnd();
@@ -344,9 +351,8 @@ function renderMath(source, display) {
 async function copyCode(text, button) {
   try {
     await navigator.clipboard.writeText(text);
-    const before = button.textContent;
     button.textContent = "Copied";
-    setTimeout(() => { button.textContent = before; }, 1500);
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
   } catch {
     notice("The browser did not allow copying: it needs https or localhost.");
   }
@@ -389,6 +395,8 @@ function closeSettings() {
 function askForKey(reason) {
   byId("key-reason").textContent = reason;
   byId("key").value = apiKey.get();
+  byId("remember").checked = apiKey.remembered;
+  byId("key-dialog").returnValue = "";
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
@@ -439,6 +447,7 @@ byId("form").addEventListener("submit", (event) => {
   ask(current, text, nextParent(current));
 });
 byId("text").addEventListener("keydown", (event) => {
+  if (matchMedia("(pointer: coarse)").matches) return; // a phone has no Shift+Enter: there Enter begins a line
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     byId("form").requestSubmit();
@@ -483,6 +492,7 @@ byId("reset").addEventListener("click", () => {
 });
 byId("open-key").addEventListener("click", () => askForKey("Only needed where the server was started with keys."));
 byId("key-dialog").addEventListener("close", () => {
+  if (byId("key-dialog").returnValue !== "use") return; // Escape: the conversations can be read without a key
   apiKey.set(byId("key").value.trim(), byId("remember").checked);
   greet();
 });
@@ -498,8 +508,10 @@ byId("file").addEventListener("change", async () => {
   if (!file) return;
   try {
     const count = store.importText(await file.text());
-    byId("status").textContent = `${count} conversations imported`;
+    byId("status").textContent = `${count} ${count === 1 ? "conversation" : "conversations"} imported`;
     notice("");
+    const stored = store.load(current.id);
+    if (stored !== null && !running.has(current.id)) show(Object.assign(stored, { draft: current.draft }));
   } catch (error) {
     notice(error.message);
   }
@@ -525,10 +537,19 @@ addEventListener("storage", (event) => {
     else {
       const { draft } = current;
       current = Object.assign(stored, { draft });
-      showMessages();
+      if (stored.messages[stored.leaf]?.state === "streaming") {
+        elsewhere.set(id, Date.now());
+        setTimeout(showFeet, ELSEWHERE_MS);
+      } else elsewhere.delete(id);
+      if (!byId("log").querySelector("textarea.edit")) showMessages(); // else when the edit ends
     }
   }
   showList();
+});
+
+addEventListener("hashchange", () => {
+  const linked = store.load(location.hash.slice(1));
+  if (linked !== null && linked.id !== current.id) show(linked);
 });
 
 byId("fields").append(...settingsFields());

@@ -73,8 +73,10 @@ export function alternatives(conversation, message) {
 /** Show the branch of an alternative: to its newest end. */
 export function select(conversation, message) {
   let id = message.id;
+  const seen = new Set();
   for (;;) {
-    const below = Object.values(conversation.messages).filter((each) => each.parent === id);
+    seen.add(id);
+    const below = Object.values(conversation.messages).filter((each) => each.parent === id && !seen.has(each.id));
     if (!below.length) break;
     id = below[below.length - 1].id;
   }
@@ -230,10 +232,14 @@ export class ConversationStore {
     const read = Array.isArray(value?.conversations) ? value.conversations.map(readConversation) : [];
     const found = read.filter((each) => each !== null);
     if (!found.length) throw new Error("This file has no conversations; choose one that Export has written.");
-    for (const conversation of found) {
+    found.forEach((conversation, number) => {
       this.#saved.delete(conversation.id);
-      this.save(conversation);
-    }
+      try {
+        this.save(conversation);
+      } catch {
+        throw new Error(`The browser's storage is full: ${number} of ${found.length} conversations were imported. Delete some and import again.`);
+      }
+    });
     return found.length;
   }
 

@@ -27,6 +27,13 @@ export const apiKey = {
       return this.unstored ?? "";
     }
   },
+  get remembered() {
+    try {
+      return localStorage.getItem(KEY) !== null;
+    } catch {
+      return false;
+    }
+  },
   set(key, remember) {
     this.unstored = key;
     try {
