@@ -322,6 +322,8 @@ def shows_settings(function: Function) -> Function:
 _REPLICAS = "use --replicas of quire serve"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
+_ADAPTERS = "LoRA adapters are not read: merge the adapter into the model and serve that"
+_DRAFTS = "use {speculative}, with ngram or draft:MODEL"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
@@ -379,4 +381,29 @@ _FOREIGN = {
     "alias": "use --served-model-name",
     "keep_alive": "the model stays loaded while the server runs; omit it",
     "num_parallel": _ROWS,
+    "enable_lora": _ADAPTERS,
+    "lora_modules": _ADAPTERS,
+    "lora_paths": _ADAPTERS,
+    "lora": _ADAPTERS,
+    "mmproj": "the model reads text only; omit it",
+    "limit_mm_per_prompt": "the model reads text only; omit it",
+    "speculative_config": _DRAFTS,
+    "speculative_model": _DRAFTS,
+    "speculative_algorithm": _DRAFTS,
+    "model_draft": _DRAFTS,
+    "draft_model": _DRAFTS,
+    "hf_token": "use {token}",
+    "download_dir": "models are kept in the hub's cache, which HF_HOME moves; omit it",
+    "tokenizer": "the tokenizer is that of the model's files; omit it",
+    "chat_template_file": "use --chat-template",
+    "reasoning_format": "use --reasoning-parser",
+    "guided_decoding_backend": "structured output is always enabled; omit it",
+    "grammar_backend": "structured output is always enabled; omit it",
+    "embedding": "embeddings are always served; omit it",
+    "embeddings": "embeddings are always served; omit it",
+    "metrics": "/metrics is always served; omit it",
+    "slots": "/slots is always served; omit it",
+    "tensor_split": "all layers run on one device, which {device} chooses; omit it",
+    "main_gpu": "the variable CUDA_VISIBLE_DEVICES chooses a GPU; omit it",
+    "max_tokens": "each request brings its own max_tokens; omit it",
 }

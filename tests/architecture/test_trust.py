@@ -19,6 +19,7 @@ LAZY = {
 READS_ENVIRONMENT = {
     "catalog/store.py": "XDG_CACHE_HOME",
     "kernels/cpu/native_build.py": "XDG_CACHE_HOME, CXX, and for tests the set of instructions to compile for",
+    "cli/main.py": "names that are almost an option's, for a warning",
     "core/worker_process.py": "handed on to the worker, with one thread of BLAS",
     "bench/race.py": "handed on to the processes that are measured",
     "bench/startup.py": "handed on to the process that is measured, with other folders for compiled kernels",

@@ -83,6 +83,13 @@ def test_the_conversation_is_remembered_until_cleared(chat: Chat, echo: Echo) ->
     assert echo.asked[-1] == ["six"]
 
 
+def test_a_message_may_begin_with_a_slash(chat: Chat, echo: Echo, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("/etc/hosts is a file", "/clear\nis what I typed", "/clera"):
+        chat.handle(line)
+    assert echo.asked[-1][1::2] == ["/etc/hosts is a file", "/clear\nis what I typed"]
+    assert "There is no /clera" in capsys.readouterr().err
+
+
 def test_settings_are_changed_checked_and_reset(chat: Chat, echo: Echo, capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("/set temperature 1.5", "/set top-k=40", "/set stop END", "hi"):
         chat.handle(line)

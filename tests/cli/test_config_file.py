@@ -57,6 +57,20 @@ def test_the_port_of_a_kubernetes_service_is_no_option(quire: Shell, monkeypatch
     assert tomllib.loads(quire("serve", "--print-config").out)["port"] == 8000
 
 
+def test_a_mistyped_variable_is_told_and_one_of_kubernetes_is_not(
+    quire: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("QUIRE_MAX_MODEL_LENGTH", "QUIRE_PORT_8000_TCP", "QUIRE_SERVICE_HOST", "QUIRE_SERVICE_PORT", "QUIRE_HOME")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    result = quire("serve", "nosuchmodel")
+    first, second = result.err.splitlines()
+    assert (
+        first == "quire: QUIRE_MAX_MODEL_LENGTH in the environment is not an option; did you mean QUIRE_MAX_MODEL_LEN?"
+    )
+    assert "There is no model 'nosuchmodel'" in second
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

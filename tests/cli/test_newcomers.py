@@ -72,6 +72,15 @@ def test_a_question_that_gets_no_text_gets_a_hint(
     assert ("use quire run --chat" in result.err) == hinted
 
 
+@pytest.mark.usefixtures("shallow_default")
+def test_a_question_that_is_continued_gets_a_hint(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text begins where the question ends: often with an empty line, which is printed as it is."""
+    text = PrintedReply("\n\nThe", ReplyEnd("length", 5), 0.1, None)
+    monkeypatch.setattr(chat, "print_reply", lambda *_, **__: text)
+    assert "use quire run --chat" in quire("run", "What is the capital of France?", *SMALL).err
+    assert "--chat" not in quire("run", "The capital of France is", *SMALL).err
+
+
 def test_the_version_has_what_a_report_needs(quire: Shell) -> None:
     result = quire("--version")
     assert result.status == 0 and result.out.splitlines()[0] == f"quire {__version__}"

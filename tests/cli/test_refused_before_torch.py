@@ -54,6 +54,7 @@ MISTAKES = {
     "run hi --temp 1": "There is no --temp here: use --temperature.",
     "serve --record /nowhere/journal": "--record /nowhere/journal: there is no folder /nowhere; create it first.",
     "serve --record EMPTY": "is a folder; name a file in it, such as",
+    "batch CUT -o CUT": "cannot be both the input and the output.",
     "run hi -n 5": "There is no -n here: use --max-tokens.",
     "serve -ngl 99": "There is no -ngl here: all layers run on one device",
     "serve -c 4096": "There is no -c here: use --max-model-len.",
@@ -104,6 +105,9 @@ LIGHT = {
     "serve -ngl 99": "There is no -ngl here",
     "serve smollm2 --revision main": "A revision (main) is for models of the hub",
     "nosuchcommand": "There is no command 'nosuchcommand'",
+    "batch nowhere.jsonl -o out.jsonl": "Cannot read nowhere.jsonl: No such file or directory.",
+    "batch . -o out.jsonl": "Cannot read .: Is a directory.",
+    "batch - nosuchmodel -o -": "There is no model 'nosuchmodel'",
 }
 
 

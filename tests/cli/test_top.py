@@ -241,8 +241,10 @@ def test_a_load_of_something_else_is_refused(page: str) -> None:
 def test_an_address_without_a_server_is_refused(quire: Shell) -> None:
     result = quire("top", "http://127.0.0.1:9", "--once")
     assert result.status != 0 and "No server answers" in result.err and "Traceback" not in result.err
-    result = quire("top", "localhost", "--once")
-    assert result.status != 0 and "http://127.0.0.1:8000" in result.err
+    assert MetricsClient("localhost", None).url == "http://localhost:8000"
+    assert MetricsClient("localhost:81/x", None).url == "http://localhost:81/x"
+    with pytest.raises(ConfigError, match="is not a server address"):
+        MetricsClient("ftp://localhost", None)
 
 
 def test_a_keyed_server_opens_to_the_first_key_of_its_file(

@@ -19,6 +19,8 @@ class WheelModel:
     size_bytes: int
     sha256: str
     license: str
+    temperature: float | None = None  # what its card recommends: the file has no generation config
+    top_p: float | None = None
 
 
 SMOLLM2 = WheelModel(
@@ -30,6 +32,8 @@ SMOLLM2 = WheelModel(
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     license="Apache-2.0",
+    temperature=0.2,
+    top_p=0.9,
 )
 DEFAULT_MODEL = SMOLLM2
 SHORT_NAMES = (SMOLLM2,)
@@ -54,6 +58,7 @@ class HubName(NamedTuple):
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf)|:([A-Za-z0-9_-]+))?")
+_HUB_PAGE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/")  # Ollama has hf.co/org/name
 _QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*))(?=[-._]|$)", re.IGNORECASE)
 _SHARD = re.compile(r"-\d+-of-\d+$")  # a file of several
 
@@ -68,8 +73,8 @@ def short_name(text: str) -> WheelModel | None:
 
 
 def hub_name(text: str) -> HubName | None:
-    """The hub id in a text, if it has the form of one. `org/name.gguf` is a path, not an id."""
-    match = _HUB_NAME.fullmatch(text)
+    """The hub id in a text or in the address of its page, if it has the form of one. `org/name.gguf` is a path."""
+    match = _HUB_NAME.fullmatch(_HUB_PAGE.sub("", text).removesuffix("/tree/main").removesuffix("/"))
     if match is None or (match[2] is None and match[3] is None and match[1].lower().endswith(".gguf")):
         return None
     return HubName(match[1], match[2], match[3])
@@ -91,4 +96,6 @@ def suggest(text: str, others: tuple[str, ...] = ()) -> str:
     known = [*(name for model in SHORT_NAMES for name in (model.name, *model.aliases)), *others]
     near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    if not near and "/" not in text and ":" in text:
+        hint = "Names of Ollama's library are not known here. "
     return f"{hint}A model is {FORMS}."

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +12,6 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import err, progress_bars
 from quire.cli.options import check_serving, engine_config
 from quire.cli.served_model_options import read_served_model
-from quire.core.errors import ConfigError
 from quire.engine.open_model import open_model
 from quire.engine.startup import StartupPhase
 from quire.version import __version__
@@ -31,8 +30,6 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
 
     config = engine_config(model, given)
     served_model = read_served_model(given)
-    if _STANDARD not in (source, target) and Path(source).resolve() == Path(target).resolve():
-        raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
     with _open_input(source) as lines, opened_output(None if target == _STANDARD else Path(target)) as output:
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         with progress_bars() as bars:
@@ -78,11 +75,7 @@ def _open_input(source: str) -> Iterator[IO[bytes]]:
     if source == _STANDARD:
         yield sys.stdin.buffer
         return
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(source, "rb"))
-        except OSError as error:
-            raise ConfigError(f"Cannot read {source}: {error.strerror}.", param="input") from error
+    with open(source, "rb") as file:
         yield file
 
 

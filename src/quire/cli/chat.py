@@ -11,11 +11,12 @@ from contextlib import suppress
 from quire.cli.chat_session import ChatSession, saved_names
 from quire.cli.console import err, out
 from quire.cli.printed_reply import ReplyModel, print_reply
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.text.tokenizer import check_text
 
 _INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 _QUOTES = '"""'
+_COMMAND = re.compile(r"/[a-z?]+")  # a path such as /etc/hosts begins a message
 _TOO_LONG = re.compile("context length|KV blocks")
 
 HELP = '''\
@@ -62,7 +63,7 @@ class Chat:
         if not line:
             return
         try:
-            if not line.startswith("/"):
+            if not _COMMAND.fullmatch(command) or "\n" in line:
                 self.ask(line)
             elif command not in _COMMANDS:
                 err.print(f"There is no {command}; /help lists what there is.", style="red")
@@ -197,8 +198,11 @@ def run(model: ReplyModel, text: str, given: Mapping[str, object]) -> int:
         err.print(f"{reply.speed} · {end.finish_reason}", style="dim")
     if end.failure is not None:
         raise end.failure
-    if not reply.text.strip() and end.finish_reason == "stop" and not given["chat"]:
-        err.print("The model ended the text at once. To ask it a question, use quire run --chat.", style="dim")
+    if not given["chat"]:
+        if not reply.text.strip() and end.finish_reason == "stop":
+            err.print("The model ended the text at once. To ask it a question, use quire run --chat.", style="dim")
+        elif text.rstrip().endswith("?"):
+            err.print("(The text was continued. To ask the model a question, use quire run --chat.)", style="dim")
     return _INTERRUPTED if end.finish_reason == "abort" else 0
 
 
@@ -208,5 +212,7 @@ def read_prompt(prompt: str) -> str:
         if sys.stdin.isatty():
             err.print("Type the prompt; Ctrl-D on an empty line ends it.", style="dim")
         prompt = sys.stdin.read()
+    if not prompt:
+        raise ConfigError("The prompt is empty; it needs at least one token.", param="prompt")
     check_text(prompt)
     return prompt

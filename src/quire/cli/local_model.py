@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.load_model import NamedModel, open_named, start
+from quire.cli.models import ModelState, entries
 from quire.cli.options import sampling_params
 from quire.cli.printed_reply import Conversation, ReplyEnd, StopRequest
 from quire.core.errors import QuireError
@@ -27,7 +28,11 @@ class LocalModel:
         return self._named.config.model or DEFAULT_MODEL.name
 
     def names(self) -> Sequence[str]:
-        return (self.name,)
+        """Those on this machine."""
+        return (
+            self.name,
+            *(each.name for each in entries() if each.state is ModelState.PRESENT and each.name != self.name),
+        )
 
     def choose(self, name: str) -> None:
         """Load another model instead of this one. If that fails, this one is loaded again."""

@@ -1,6 +1,7 @@
 """The command `quire`: its subcommands and their options. A subcommand's code is imported when it is called, so that
 `--help` is quick and loads no torch."""
 
+import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +15,7 @@ from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
     FiniteRange,
     batch_options,
+    check_batch_files,
     check_model,
     check_packages,
     check_remote,
@@ -22,6 +24,7 @@ from quire.cli.options import (
     grouped_options,
     hub_options,
     integer_list,
+    mistyped_variables,
     name_variables,
     remote_options,
     sampling_options,
@@ -46,6 +49,7 @@ _SHORT = {
     "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
     "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
     "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-a": "alias",
+    "-md": "model_draft", "-ts": "tensor_split", "-mg": "main_gpu",
 }  # fmt: skip
 # Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
 _SAMPLING = {
@@ -104,6 +108,20 @@ class QuireCommand(click.Command):
         return foreign_hint(name, as_flags=True)
 
 
+class ServeCommand(QuireCommand):
+    """It says how several models are served."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if error.message.startswith("Got unexpected extra argument"):
+                ctx.fail(
+                    f"{error.message.rstrip('.')}. Several models are tables [models.NAME] of a file: --config FILE."
+                )
+            raise
+
+
 def _as_written(option: str, words: list[str]) -> str:
     """click reads -ngl as -n, -g and -l: the word that the user wrote."""
     if option.startswith("--"):
@@ -120,7 +138,23 @@ def _value_of(option: str, words: list[str]) -> str:
     return "MODEL"
 
 
-_RENAMED = {"models": "list, pull, show and rm"}
+# Commands of earlier versions, of Ollama, vLLM, SGLang and llama.cpp, and what does the same here.
+_OTHER_COMMANDS = {
+    "models": "quire list lists models, quire pull fetches one",
+    "help": "use quire --help, or quire COMMAND --help",
+    "version": "use quire --version",
+    "ps": "quire top shows what a server does",
+    "stop": "a server ends with Ctrl-C or SIGTERM; quire rm deletes a model",
+    "create": "quire serve takes a folder, a .gguf file or a hub id as it is",
+    "cp": "quire serve --served-model-name NAME gives a model another name",
+    "generate": 'use quire run "PROMPT"',
+    "complete": 'use quire run "PROMPT"',
+    "cli": "use quire chat",
+    "download": "use quire pull",
+    "run-batch": "use quire batch",
+    "server": "use quire serve",
+    "explain": "the page /engine explains a request, and GET /requests/ID/explain",
+}
 
 
 class QuireGroup(click.Group):
@@ -132,9 +166,9 @@ class QuireGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            if args[0] in _OTHER_COMMANDS and ctx.parent is None:
+                ctx.fail(f"There is no command {args[0]!r}: {_OTHER_COMMANDS[args[0]]}.")
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if args[0] in _RENAMED:
-                ctx.fail(f"quire models is now {_RENAMED[args[0]]}: quire list lists models, quire pull fetches one.")
             hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
@@ -236,10 +270,10 @@ def chat(ctx: click.Context, /, model: str | None, **given: object) -> None:
 def _reply_model(ctx: click.Context, model: str | None, *, report: bool) -> "ReplyModel":
     """The model that answers: of a server with --url, else loaded here."""
     given = ctx.params
+    check_remote(ctx)
     if given["url"] is not None:
         from quire.cli.remote_model import RemoteModel
 
-        check_remote(ctx)
         return RemoteModel(given["url"], given["api_key"], model)
     from quire.cli.load_model import open_named  # before torch: a wrong name is answered at once
 
@@ -252,7 +286,7 @@ def _reply_model(ctx: click.Context, model: str | None, *, report: bool) -> "Rep
     return local
 
 
-@app.command(epilog=_VARIABLES)
+@app.command(epilog=_VARIABLES, cls=ServeCommand)
 @click.argument("model", required=False)
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", is_eager=True,
               expose_value=False, callback=load_config, help="TOML file of options.")  # fmt: skip
@@ -265,6 +299,8 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
     if given.pop("print_config"):
         print(describe_config(ctx))
         return
+    for warning in mistyped_variables(ctx.command, os.environ):
+        print(f"quire: {warning}", file=sys.stderr)
     tables = read_tables(ctx)
     if not tables:
         check_model(model, given)
@@ -288,6 +324,8 @@ def batch(source: str, target: str, model: str | None, **given: object) -> None:
     Results that the output file already has are kept, so an interrupted run can be resumed; lines that were rejected
     or failed are run again. Status 1 if a line could not be read or was rejected.
     """
+    check_batch_files(source, target)
+    check_model(model, given)
     with loading_status():
         from quire.cli.batch import batch as work
 
@@ -345,16 +383,18 @@ def rm(names: tuple[str, ...]) -> None:
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
               help="API key: the first key of this file, which may be the server's key file.")  # fmt: skip
+@click.option("--api-key", envvar="QUIRE_API_KEY", metavar="KEY",
+              help="API key. The process list shows it: prefer the variable QUIRE_API_KEY.")  # fmt: skip
 @click.option("--every", "every_s", type=FiniteRange(0.1, 3600), default=1.0, show_default=True,
               help="Seconds between two samples.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Take two samples, print one report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
-def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
+def top(url: str, api_key_file: Path | None, api_key: str | None, every_s: float, once: bool, as_json: bool) -> None:
     """Show requests, tokens and latencies of the server at URL, once per interval."""
     check_packages("quire top", "serve", "prometheus_client")
     from quire.cli.top import top as work
 
-    work(url, api_key_file, every_s=every_s, once=once, as_json=as_json)
+    work(url, api_key_file, api_key, every_s=every_s, once=once, as_json=as_json)
 
 
 @app.command()

@@ -182,11 +182,9 @@ def _cached_only(wanted: HubName, *, revision: str | None, token: str | None, re
 
 def _facts(located: Located) -> dict[str, str | int]:
     from quire.engine.model_format import find_model_format  # of these only show has use
-    from quire.engine.open_model import open_tokenizer
-    from quire.formats.hf_folder import open_folder
-    from quire.formats.open_checkpoint import open_checkpoint
+    from quire.engine.open_model import open_located, open_tokenizer
 
-    checkpoint = open_folder(located.path) if located.kind == "folder" else open_checkpoint(located.path)
+    checkpoint = open_located(located)
     spec = checkpoint.spec
     facts: dict[str, str | int] = {
         "model": located.name,

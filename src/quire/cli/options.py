@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -265,6 +266,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _OTHERS = "Other options"
 _VARIABLE_PREFIX = "QUIRE_"
+_NEAR_VARIABLE = 0.85  # of difflib: QUIRE_PROT is one, QUIRE_PORT_8000_TCP is not
 
 
 def option_name(param: click.Parameter) -> str:
@@ -298,6 +300,17 @@ def name_variables(command: click.Command) -> None:
             param.envvar = _VARIABLE_PREFIX + option_name(param).removeprefix("--").replace("-", "_").upper()
         elif param.name == "model":
             param.envvar = f"{_VARIABLE_PREFIX}MODEL"
+
+
+def mistyped_variables(command: click.Command, environment: Mapping[str, str]) -> list[str]:
+    """Warnings of variables that are almost one of an option. Others may be of another program, or of Kubernetes."""
+    known = [param.envvar for param in command.params if isinstance(param.envvar, str)]
+    found = []
+    for name in sorted(environment):
+        if name.startswith(_VARIABLE_PREFIX) and name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=_NEAR_VARIABLE)
+            found += [f"{name} in the environment is not an option; did you mean {near[0]}?"] if near else []
+    return found
 
 
 def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfig:
@@ -345,10 +358,13 @@ def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefau
 
 
 def check_remote(ctx: click.Context) -> None:
-    """Refuses options of an engine here beside --url."""
+    """Refuses options of an engine here beside --url, and a key without it."""
+    remote = ctx.params["url"] is not None
     for param in ctx.command.params:
         typed = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-        if typed and param.name in _ENGINE:
+        if typed and param.name == "api_key" and not remote:
+            raise ConfigError("--api-key is the key of a server: give its address with --url.", param="api_key")
+        if typed and param.name in _ENGINE and remote:
             raise ConfigError(
                 f"{option_name(param)} is of an engine here; the server at --url has its own. Omit one of them.",
                 param=param.name,
@@ -378,6 +394,18 @@ def check_model(model: str | None, given: Mapping[str, object]) -> None:
     config = engine_config(model, given)
     if config.load_format != "dummy":
         find_model(config.model, config.revision, models_folder())
+
+
+def check_batch_files(source: str, target: str) -> None:
+    """Refuse an input that cannot be read, and an output that is the input, before the command is imported."""
+    if source == "-":
+        return
+    try:
+        open(source, "rb").close()
+    except OSError as error:
+        raise ConfigError(f"Cannot read {source}: {error.strerror}.", param="input") from error
+    if Path(source).resolve() == Path(target).resolve():
+        raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
 
 
 def check_tracing() -> None:

@@ -15,8 +15,7 @@ class RemoteModel:
     """A model by its name on a server. Without a name, the first that the server lists."""
 
     def __init__(self, url: str, key: str | None, name: str | None) -> None:
-        address = url if "//" in url else f"http://{url}"
-        self._server = ServerClient(address.rstrip("/").removesuffix("/v1"), key, key_hint=_KEY_HINT)
+        self._server = ServerClient(url.rstrip("/").removesuffix("/v1"), key, key_hint=_KEY_HINT)
         names = self.names()
         self.name = names[0] if name is None else name
         if name is not None:

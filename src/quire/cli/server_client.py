@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from quire.core.errors import ConfigError, EngineFailed, QuireError
 
+_PORT = 8000  # of quire serve, where only a host is given
 _TIMEOUT_S = 5.0  # of a connection, and of a page
 _STREAM_TIMEOUT_S = 600.0  # between two pieces of a stream: a server may queue a request
 _MAX_PAGE = 16 << 20
@@ -22,6 +23,8 @@ class ServerClient:
     """The server at an address, with the key that it asks for."""
 
     def __init__(self, url: str, key: str | None, *, key_hint: str) -> None:
+        if "//" not in url:
+            url = f"http://{url}" if ":" in url or "/" in url else f"http://{url}:{_PORT}"
         if not _is_address(url):
             raise ConfigError(f"{url} is not a server address, such as http://127.0.0.1:8000.", param="url")
         if key is not None and not (key.isascii() and key.isprintable()):

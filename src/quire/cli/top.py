@@ -290,7 +290,7 @@ class MetricsClient:
     """Reads `/metrics`, `/load` and `/engine/state` of a server."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self._server = ServerClient(url, key, key_hint="--api-key-file")
+        self._server = ServerClient(url, key, key_hint="--api-key-file, --api-key or QUIRE_API_KEY")
         self.url = self._server.url
         self._step = -1
 
@@ -319,8 +319,8 @@ class MetricsClient:
             ) from error
 
 
-def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json: bool) -> None:
-    server = MetricsClient(url, None if key_file is None else first_key(key_file))
+def top(url: str, key_file: Path | None, key: str | None, *, every_s: float, once: bool, as_json: bool) -> None:
+    server = MetricsClient(url, key if key_file is None else first_key(key_file))
     if once:
         before = server.read()
         server.sample(None, before)  # from now on the engine records its steps

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.catalog.locate import locate
-from quire.catalog.names import HubName
+from quire.catalog.locate import Located, locate
+from quire.catalog.names import HubName, short_name
 from quire.catalog.store import Report, ignore
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ConfigError, InvalidParameter, ModelNotFound, shown
@@ -15,7 +15,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.sharding import check_divisible, check_stages
 from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
-from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
@@ -139,11 +139,19 @@ def find_checkpoint(config: EngineConfig, fetching: Report = ignore) -> tuple[st
             raise ModelNotFound("Dummy weights need the name of a shape, e.g. qwen3-0.6b.", param="model")
         return config.model, dummy_checkpoint(config.model)
     located = locate(config.model, fetch_hub=_fetch_hub, revision=config.revision, token=config.token, report=fetching)
+    return located.name, open_located(located)
+
+
+def open_located(located: Located) -> Checkpoint:
+    """The metadata of a model's files. One of the catalog has the sampling defaults that the catalog gives."""
     if located.kind == "folder":
-        return located.name, open_folder(located.path)
+        return open_folder(located.path)
     from quire.formats.open_checkpoint import open_checkpoint  # gguf is imported only for GGUF files
 
-    return located.name, open_checkpoint(located.path)
+    checkpoint, known = open_checkpoint(located.path), short_name(located.name)
+    if known is None:
+        return checkpoint
+    return replace(checkpoint, defaults=GenerationDefaults(known.temperature, known.top_p))
 
 
 def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
