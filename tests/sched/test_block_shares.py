@@ -3,11 +3,13 @@
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.request import EventKind, Sequence, SequenceState, WaitCause
+from quire.core.ids import RequestId
+from quire.core.request import BlockOwner, EventKind, Sequence, SequenceState, WaitCause
 from quire.sched.policy import Policy
 from quire.sched.preemption import TenantBlocks
 from quire.sched.queue import OrderPolicy
@@ -225,3 +227,18 @@ def test_none_that_is_due_blocks_waits_while_another_is_above_its_share(
         expected = oracle_output(sequence.request.prompt.tolist(), sequence.request.max_tokens)
         assert bench.emitted[sequence.id] == expected
         assert sequence.group.num_preemptions <= policy.max_preemptions
+
+
+def test_blocks_that_other_engines_hold_are_waited_for() -> None:
+    """Nothing runs that could be preempted, and the first request of two tenants does not fit beside a held prefix."""
+    bench = Bench(blocks=20, rows=8, policy=AT_LENGTH)
+    held = bench.scheduler.hold_prefix(
+        BlockOwner(RequestId(9), "", 0), np.array(counting(900, 40), np.int32), with_room=True
+    )
+    assert held is not None and len(held.room) == 10
+    waiting = [bench.add(counting(100 * i, 8), 37, tenant=str(i)) for i in (1, 2)]  # 11 blocks each
+    bench.turns(3)
+    assert waiting[0].group.waits_for is WaitCause.BLOCKS and bench.num_preemptions == 0
+    bench.scheduler.release_prefix(held.number, written=False)
+    bench.run()
+    assert all(each.finished for each in waiting)

@@ -20,6 +20,7 @@ from quire.core.ids import RequestId, Row
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.core.step import StepPlan
+from quire.sched.cost_model import Constants
 from quire.sched.journal.recorder import MAX_JOURNALS, JournaledScheduler, checksum, create_journal
 from quire.sched.journal.records import MAGIC
 from quire.sched.journal.replay import Condition, ReplayReport, replay
@@ -29,6 +30,7 @@ from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.rows import RowAllocator
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import SpeculationPolicy
 from quire.sim.check.check import numpy_oracle
 from quire.sim.check.scenario import Scenario, ScenarioEvent, draw_scenario
 from quire.sim.check.trial import CheckRun
@@ -36,6 +38,7 @@ from quire.sim.runners import ToyRunner
 from tests.tiers import examples
 
 NUM_WORLDS = examples(30, 80)
+DEAR_DRAFTS = Constants(1.0, 0.0, 1.5, 0.0, 0.0, context_per_draft=0.0)  # a draft pays if it is nearly always right
 
 
 def record(path: Path, seed: int, scenario: Scenario | None = None) -> CheckRun:
@@ -178,10 +181,26 @@ def test_a_full_disk_ends_the_journal_and_not_the_scheduler(
         assert report.difference is None and report.condition is Condition.CUT_OFF and report.steps > 0
 
 
+def test_a_cut_journal_has_what_drafts_would_have_been_worth(tmp_path: Path) -> None:
+    """The tokens of a row are written when it is released: a replay that judged them itself would find zeros that
+    repeat, and plan drafts for a text that never repeats."""
+    policy = Policy(speculation=SpeculationPolicy(4, hindsight=True))
+    with (tmp_path / "journal").open("wb") as file:
+        scheduler = JournaledScheduler(SchedulerSpec(400, 4, 2, 16, policy=policy, constants=DEAR_DRAFTS), file)
+        loop = Loop(scheduler, ToyRunner(50_000), 1, lambda: 0.25)
+        scheduler.add(Request(RequestId(1), np.array([3, 5, 7], np.int32), 200, RowSampling()), 0.125)
+        for _ in range(120):
+            loop.step()
+    report = replay(tmp_path / "journal")
+    assert report.condition is Condition.CUT_OFF and report.steps > 100
+    assert report.difference is None
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 def test_a_device_that_is_full_does_not_raise_when_it_is_flushed_or_closed() -> None:
     full = Path("/dev/full")
-    run_recorded(full.open("wb"))
+    error = run_recorded(full.open("wb")).journal.error
+    assert error is not None and error.errno == errno.ENOSPC
 
 
 def test_a_new_journal_has_a_name_of_its_own_and_is_private(tmp_path: Path) -> None:

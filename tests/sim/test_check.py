@@ -12,6 +12,7 @@ from quire.core.request import Sequence
 from quire.core.step import FinishedRow, FinishReason, Pending, StepPlan
 from quire.engine.oracle_runner import PipelineOracle, TorchOracleRunner, rank_oracle, torch_oracle
 from quire.kv.block_pool import BlockPool
+from quire.kv.prefix_holds import PrefixHolds
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
@@ -168,6 +169,11 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, row, token + (count % 500 == 0))
 
     monkeypatch.setattr(SimRows, "emit", stutter)
+    assert _violations() > 0
+
+
+def test_a_prefix_that_outlives_the_memory_it_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixHolds, "release_all", lambda self, kv: None)
     assert _violations() > 0
 
 

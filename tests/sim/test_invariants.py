@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IntArray, RequestId, Row
+from quire.core.request import BlockOwner
 from quire.core.step import AppendTokens, Drafts, Masks, StepPlan, StepResult, Verified
+from quire.kv.prefix_holds import HeldPrefix
+from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.sim.check.invariants import InFlightWatch
 from tests.runner.plans import DEVICE, HOST, grants, host_driven, moves, row_start, sample, seat_of
 
@@ -298,3 +301,30 @@ def test_a_reset_clears_all_rows_and_steps() -> None:
     watch.absorb(StepResult(0))
     with pytest.raises(IndexError):
         watch.absorb(StepResult(0))
+
+
+def holding(*, cached: tuple[int, ...] = (), room: tuple[int, ...] = ()) -> InFlightWatch:
+    """Row 0 has computed its blocks, and another engine reads or fills some."""
+    watch, owner = watching(in_flight=False), BlockOwner(RequestId(1), "", 0)
+    tokens, (leased, filled) = np.zeros(0, np.int32), (np.array(each, np.int32) for each in (cached, room))
+    watch.holds = {0: HeldPrefix(0, owner, tokens, leased, filled, Node("", b"", NO_BLOCKS, 0))}
+    return watch
+
+
+def test_what_another_engine_reads_or_fills_is_left_alone() -> None:
+    holding(cached=(8,), room=(9,)).launch(taking(7))
+    holding(cached=(1,)).launch(hit(8, 1, 2, 4))
+    with pytest.raises(AssertionError, match="writes block 9, which another engine reads"):
+        holding(cached=(9,)).launch(taking(9))
+    with pytest.raises(AssertionError, match="another engine fills it"):
+        holding(room=(9,)).launch(taking(9))
+    with pytest.raises(AssertionError, match="held as room"):
+        holding(room=(2,)).launch(taking(7, moves=moves(DEVICE, HOST, (2, 1))))
+    with pytest.raises(AssertionError, match="which another engine holds"):
+        holding(cached=(9,)).launch(taking(7, moves=moves(DEVICE, DEVICE, (1, 9))))
+    watch = watching()
+    held = holding(room=(2,)).holds[0]
+    with pytest.raises(AssertionError, match="still in flight: another engine writes it"):
+        watch.note_filled(held)
+    watch.lose_steps()
+    watch.note_filled(held)

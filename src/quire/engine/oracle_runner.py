@@ -150,6 +150,12 @@ class TorchOracleRunner:
         """Nothing is known of what these slots hold from now on."""
         self._slots(place.tier)[place.block, :, slots.start : slots.stop] = _ERASED
 
+    def fill(self, blocks: IntArray, tokens: IntArray, start: int) -> None:
+        """Another engine writes these tokens, from position `start` on, into whole blocks."""
+        slots = np.stack([tokens, np.arange(start, start + len(tokens))]).reshape(2, len(blocks), -1)
+        store = self._slots(Tier.DEVICE)
+        store[torch.from_numpy(blocks).long()] = torch.from_numpy(slots).transpose(0, 1).to(store)
+
     def carry(self, moves: Iterable[Move]) -> None:
         self._stores.carry(moves)
 

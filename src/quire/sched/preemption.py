@@ -321,6 +321,8 @@ class Preemption:
         """
         state, rows, priority = self._state, self._state.rows, group.request.priority
         missing_rows = num_rows - rows.num_free
+        if not rows.assigned:  # what is missing is held for other engines
+            return False
         if rows.releasing or (not below_share and missing_rows > rows.num_below(priority)):
             return False
         weight = state.shares.active_weight if below_share else 0.0

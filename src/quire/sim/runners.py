@@ -358,6 +358,12 @@ class OracleRunner:
         block = self._stores[place.tier][place.block]
         block[slots.start : slots.stop] = [_SPOILED] * len(slots)
 
+    def fill(self, blocks: IntArray, tokens: IntArray, start: int) -> None:
+        """Another engine writes these tokens, from position `start` on, into whole blocks."""
+        slots = list(zip(tokens.tolist(), range(start, start + len(tokens)), strict=True))
+        for place, block in enumerate(blocks.tolist()):
+            self._device[block] = slots[place * self._block_size : (place + 1) * self._block_size]
+
     def launch(self, plan: StepPlan) -> SimStep:
         self.carry(plan.moves)
         return self._rows.run(plan, self._totals)

@@ -143,6 +143,7 @@ class FaultyRunner:
             self.watch.forget_all()
         elif isinstance(self._runner, Readable):
             self._undo(self._runner)
+        self.watch.lose_steps()
         raise lost
 
     def _undo(self, runner: Readable) -> None:

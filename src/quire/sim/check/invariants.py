@@ -8,7 +8,8 @@ I5: a row reads only blocks that a row of its own partition wrote, at every step
 are another content. The watch remembers the partition that wrote each block, also through copies and on the host.
 
 I6: a step writes only blocks that exactly one live table holds. A block may be in many tables (prefix hits, forks), but
-then no row writes it. A move writes a block that no live table holds between releases and grants.
+then no row writes it. A move writes a block that no live table holds between releases and grants. What other engines
+read (`holds`) no row and no move writes; what they fill no row has and no move reads.
 
 Grammar rows: a plan masks exactly the rows under a grammar that sample. Their masks come when every step before is
 absorbed, and before the next launch; they are those of the tokens that each row has by then, in the order of the plan,
@@ -33,8 +34,10 @@ from quire.core.moves import Move, Place, Tier
 from quire.core.request import EventKind, RequestGroup, SequenceState
 from quire.core.step import ChunkOutput, Masks, RowStart, Runner, StepPlan, StepResult, Verified
 from quire.kv.manager import KVManager
+from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.fairness import ServiceCost
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import MAX_DRAFTS
 
 
 @dataclass(slots=True)
@@ -92,6 +95,7 @@ class InFlightWatch:
         self._in_flight: deque[_WatchedStep] = deque()
         self._writers: dict[Tier, dict[BlockId, str]] = {tier: {} for tier in Tier}  # the partition that wrote a block
         self._generated: dict[Row, list[int]] = {}  # the tokens that each row is known to have after its prompt
+        self.holds: dict[int, HeldPrefix] = {}  # what other engines read, and fill
 
     def launch(self, plan: StepPlan) -> None:
         """Raise AssertionError if the plan breaks a law."""
@@ -214,6 +218,10 @@ class InFlightWatch:
             for at in range(each.first_written, each.stop)
         ]
 
+    def lose_steps(self) -> None:
+        """The steps in flight are lost: nothing touches their blocks any more."""
+        self._in_flight.clear()
+
     def slots_of(self, read: _WatchedRead, at: int) -> LostWrite:
         """The slots that a row writes in a step, and those behind them, in a block of its table."""
         start = max(read.span.start - at * self._block_size, 0)
@@ -222,6 +230,12 @@ class InFlightWatch:
     def forget(self, place: Place) -> None:
         """A copy to this block did not happen."""
         self._writers[place.tier].pop(place.block, None)
+
+    def note_filled(self, held: HeldPrefix) -> None:
+        """Another engine has written the room of a hold. No step may touch these blocks."""
+        for block in held.room.tolist():
+            assert not self._touching(block), f"block {block} is still in flight: another engine writes it"
+            self._writers[Tier.DEVICE][block] = held.owner.partition
 
     def forget_all(self) -> None:
         """The memory of the runner is lost."""
@@ -273,22 +287,34 @@ class InFlightWatch:
             yield chunk.row, range(chunk.start, chunk.start + chunk.length)
 
     def _check_moves(self, plan: StepPlan) -> None:
+        leased, room = self._held_blocks()
         for move in plan.moves:
+            assert move.src.tier is Tier.HOST or move.src.block not in room, f"a move reads {move.src}, held as room"
             if move.dst.tier is Tier.DEVICE:
                 block = move.dst.block
+                assert block not in leased | room, f"a move writes block {block}, which another engine holds"
                 assert not self._holders[block], f"a move writes block {block}, which a live table holds"
                 assert not self._touching(block), f"block {block} is still in flight: a move writes it"
             writer = self._writers[move.src.tier].get(move.src.block)
             assert writer is not None, f"a move reads {move.src}, which holds nothing"
             self._writers[move.dst.tier][move.dst.block] = writer
 
+    def _held_blocks(self) -> tuple[set[int], set[int]]:
+        """What other engines read, and what they write."""
+        holds = self.holds.values()
+        leased = {block for held in holds for block in held.cached.tolist()}
+        return leased, {block for held in holds for block in held.room.tolist()}
+
     def _grant(self, plan: StepPlan, spans: dict[Row, range]) -> None:
+        leased, room = self._held_blocks()
         for number, granted in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
             row, block = Row(number), BlockId(granted)
             watched = self._rows[row]
             watched.table.append(block)
             self._holders[block] += 1
+            assert block not in room, f"block {block} is granted, and another engine fills it"
             writes = row in spans and len(watched.table) * self._block_size > spans[row].start
+            assert not writes or block not in leased, f"row {row} writes block {block}, which another engine reads"
             if writes:  # a row that does not compute yet only holds cached blocks
                 others = self._touching(block) - {watched.sequence}
                 assert not others, f"block {block} is still in flight for {others}"
@@ -374,6 +400,7 @@ class CounterCheck:
         self.recomputed_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.accepted_at = [0] * MAX_DRAFTS  # by the number of the draft
         self.forks = 0
         self.class_preemptions = 0
         self.share_preemptions = 0
@@ -434,6 +461,8 @@ class CounterCheck:
         self.drafted_tokens += int(verified.drafted.sum())
         self.accepted_tokens += int(verified.accepted.sum())
         for number, accepted in zip(verified.rows.tolist(), verified.accepted.tolist(), strict=True):
+            for place in range(accepted):
+                self.accepted_at[place] += 1
             sequence = self._scheduler.row_sequence(Row(number))
             if accepted and sequence is not None and sequence.state is SequenceState.RUNNING:
                 self._gain(Row(number), self._rows[Row(number)], accepted)

@@ -88,6 +88,7 @@ class Scenario:
     embeddings: bool
     grammars: bool
     prompt_logprobs: bool  # of some requests, which compute their whole prompt
+    transfers: bool  # other engines read and fill prefixes
     repeats: bool  # all prompts begin alike
     end_ids: tuple[int, ...]
     min_tokens: bool
@@ -117,6 +118,7 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         embeddings=chosen % 4 == 0,
         grammars=chosen % 3 == 0,
         prompt_logprobs=chosen % 7 == 0,
+        transfers=chosen % 12 in (2, 11),  # none of the seeds that are kept
         resident_limit=scenario.num_blocks // 3 if chosen % 5 < 2 else None,
         policy=policy,
     )
@@ -124,6 +126,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         scenario = with_contention(scenario, rng)
     if chosen % 9 == 5:  # none of the seeds that are kept
         scenario = with_rivals(scenario)
+    if scenario.transfers:
+        scenario = with_transfers(scenario)
     return with_copies(scenario) if chosen % 8 == 0 and scenario.max_prompt > 1 else scenario
 
 
@@ -157,6 +161,7 @@ def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
         embeddings=False,
         grammars=False,
         prompt_logprobs=False,
+        transfers=False,
         repeats=False,
         end_ids=rng.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
         min_tokens=min_tokens,
@@ -223,6 +228,12 @@ def with_rivals(scenario: Scenario) -> Scenario:
             max_waiting_tokens=None,
         ),
     )  # fmt: skip
+
+
+def with_transfers(scenario: Scenario) -> Scenario:
+    """The same scenario with a prefix cache, and a host tier that blocks are demoted to."""
+    policy = scenario.policy.with_regime(REGIMES["prefix"])
+    return replace(scenario, num_host_blocks=max(scenario.num_host_blocks, 4), policy=policy)
 
 
 def with_copies(scenario: Scenario) -> Scenario:

@@ -24,6 +24,7 @@ from quire.sched.state import Counters
 from quire.sim.check.expected import ExpectedOutput, expect, grammar_goes_on, mask_after
 from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
+from quire.sim.check.prefix_transfers import PrefixTransfers
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
 
 RunnerFactory = Callable[[Scenario], Runner]
@@ -47,6 +48,8 @@ class CheckRun:
         self._recounted = CounterCheck(self.scheduler)
         losses = random.Random(int(scenario.shared_prefix.sum()))  # of its own: old seeds keep their scenarios
         self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario, self._recounted, losses)
+        watch = self._faulty.watch
+        self._transfers = PrefixTransfers(self.scheduler, scenario, watch, losses) if scenario.transfers else None
         self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s, self._masks, self._receive)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
@@ -75,6 +78,8 @@ class CheckRun:
             num_lost = counters.lost_steps
             before = (self._faulty.num_launched, num_lost, len(self.events))
             self._trigger_events()
+            if self._transfers is not None:
+                self._transfers.turn(self._faulty.runner, self._past, hurry=self._quiet_turns > 0)
             self._latest_s = max(self._latest_s, self._now_s)
             busy = bool(self._live)
             self._faulty.num_preemptions, self._faulty.now_s = counters.preemptions, self._now_s
@@ -100,6 +105,8 @@ class CheckRun:
             window = 200 if self.scenario.policy.regime.window_s else 0  # the clock may jump back
             patience = self.scenario.depth + 2 + window
             assert self._quiet_turns <= patience, "requests wait and nothing advances"  # I13
+        if self._transfers is not None:
+            self._transfers.end_all()
         audit_rest(self.scheduler)
         self._recount()
         for sequence, expected in self._expected.items():
@@ -126,6 +133,7 @@ class CheckRun:
         assert counters.forks == recounted.forks, "forks are miscounted"
         assert counters.drafted_tokens == recounted.drafted_tokens, "drafts are miscounted"
         assert counters.accepted_tokens == recounted.accepted_tokens, "accepted drafts are miscounted"
+        assert counters.accepted_at == recounted.accepted_at, "accepted drafts are miscounted by their numbers"
         assert counters.class_preemptions == recounted.class_preemptions, "preemptions for a class are miscounted"
         assert counters.share_preemptions == recounted.share_preemptions, "preemptions for a share are miscounted"
         assert counters.computed_tokens == faulty.num_tokens, "computed tokens are miscounted"
@@ -281,6 +289,12 @@ class CheckRun:
         if going_on:
             self.events.append(ScenarioEvent.STOP)
             sequence = self._rng.choice(going_on)
+            if sequence.id % 3 == 0:  # a grammar ends it, perhaps twice: reported once, with the next output
+                self._expected[sequence.id].cut(FinishReason.STOP)
+                for _ in range(2):
+                    self.scheduler.conclude(sequence, FinishReason.STOP)
+                self._forget_finished()
+                return
             assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
             self._end((sequence,), FinishReason.STOP)
 
