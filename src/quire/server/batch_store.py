@@ -148,6 +148,7 @@ class BatchStore:
         mine = list(self.owned(owner))
         if sum(not batch.has_ended for batch in mine) >= MAX_OPEN_BATCHES:
             raise TooManyBatches(f"{MAX_OPEN_BATCHES} batches of this client have not ended, the limit; wait for one.")
+        self.files.check_room(owner)  # its results become files
         for old in [batch for batch in mine if batch.has_ended][MAX_BATCHES - 1 :]:
             del self._batches[old.id]
             self._path(old, ".json").unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -104,6 +105,7 @@ class FileStore:
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
         self._uploads: dict[str, int] = {}
+        self._growing: Counter[str] = Counter()  # bytes of results of batches that run, by owner
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what clients upload is theirs
             (folder / "files").mkdir(exist_ok=True)
@@ -166,9 +168,7 @@ class FileStore:
         """A file to be uploaded."""
         if self._uploads.get(owner, 0) >= MAX_UPLOADS:
             raise FilesFull(f"{MAX_UPLOADS} files of this client are being uploaded, the limit; wait for one to end.")
-        if sum(stored.owner == owner for stored in self._files.values()) >= MAX_FILES:
-            raise FilesFull(f"This client has {MAX_FILES} files, the limit; delete some.")
-        self.check_bytes(owner, 0)
+        self.check_room(owner)
         self._uploads[owner] = self._uploads.get(owner, 0) + 1
         return FileWriter(self, owner, self.folder / "files" / f"{new_file_id()}{_PART}")
 
@@ -179,8 +179,21 @@ class FileStore:
             del self._uploads[writer.owner]
         writer.discard()
 
+    def check_room(self, owner: str) -> None:
+        """Whether an owner may have one more file. Raises `FilesFull`."""
+        if sum(stored.owner == owner for stored in self._files.values()) >= MAX_FILES:
+            raise FilesFull(f"This client has {MAX_FILES} files, the limit; delete some.")
+        self.check_bytes(owner, 0)
+
+    def note_growth(self, owner: str, num_bytes: int) -> None:
+        """A batch that runs has more bytes of results; fewer, if they are files now or were dropped."""
+        self._growing[owner] += num_bytes
+        if not self._growing[owner]:
+            del self._growing[owner]
+
     def check_bytes(self, owner: str, num_new: int) -> None:
         held = sum(stored.bytes for stored in list(self._files.values()) if stored.owner == owner)
+        held += self._growing[owner]
         if held + num_new > self._max_bytes:
             raise FilesFull(
                 f"With this one, the files of this client have more than {self._max_bytes} bytes (--files-limit); "

@@ -160,6 +160,7 @@ def form(name: str, content: bytes) -> bytes:
         (FORM, form("purpose", b"batch"), "no file"),
         (FORM, form("file", b"1"), "purpose is None"),
         (FORM, form("a", b"a" * 5000), "more than 4096"),
+        (FORM + "x" * 300, form("a", b"a"), "Boundary length 301 exceeds"),
         (FORM, b"".join(form(f"f{place}", b"")[:-5] for place in range(99)), "more than 4096"),
     ],
 )
@@ -240,6 +241,26 @@ def test_wrong_bodies_are_refused(server: LocalServer) -> None:
                 client.batches.create(**body)
             assert refused.value.param == param
         assert client.files.delete(file_id).deleted and client.files.delete(data).deleted
+
+
+def test_the_results_of_a_batch_are_bounded_as_files_are(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that would exceed the limit of its key ends with what there is room for; then no other begins."""
+    with client_of(server, "sk-two") as client:
+        source = upload(client, jsonl(*(request(f"r{place}") for place in range(9))))
+        upload(client, b"x" * ((1 << 20) - 2_000 - sum(each.bytes for each in client.files.list())))
+        made = client.batches.create(input_file_id=source, endpoint=URL, completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(made.id).status == "failed")
+        batch = client.batches.retrieve(made.id)
+        assert batch.errors is not None and batch.errors.data is not None
+        assert batch.errors.data[0].code == "files_full" and "--files-limit" in str(batch.errors.data[0].message)
+        assert 0 < len(results(client, batch.output_file_id)) < 9
+        assert sum(each.bytes for each in client.files.list()) <= 1 << 20
+        monkeypatch.setattr(file_store, "MAX_FILES", 1)
+        with pytest.raises(openai.RateLimitError, match="delete some"):
+            client.batches.create(input_file_id=source, endpoint=URL, completion_window="24h")
+        monkeypatch.undo()
+        for each in list(client.files.list()):
+            client.files.delete(each.id)
 
 
 def test_a_batch_is_cancelled_with_what_it_has(server: LocalServer) -> None:

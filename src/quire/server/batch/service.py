@@ -20,7 +20,7 @@ from quire.core.errors import QuireError
 from quire.server.batch.lines import FinishedLines, InvalidLine, custom_id_of, error_line, read_line
 from quire.server.batch.runner import BatchCounts, BatchRunner
 from quire.server.batch_store import BatchError, BatchStore, RequestCounts, StoredBatch
-from quire.server.file_store import FileStore, new_file_id
+from quire.server.file_store import FilesFull, FileStore, new_file_id
 from quire.server.grammar_precompiler import FairSlots
 from quire.server.http.auth import ANONYMOUS, Identity
 from quire.server.http.request_context import RequestContext, new_request_id, set_context
@@ -130,6 +130,9 @@ class BatchService:
         except TimeoutError:
             await asyncio.to_thread(self._write_expired, batch, source)
             self._finalize(batch, "expired")
+        except FilesFull as full:  # it keeps the results that its owner has room for
+            batch.errors = [BatchError(full.code, full.message)]
+            self._finalize(batch, "failed")
         else:
             self._finalize(batch, "completed")
 
@@ -172,6 +175,7 @@ class BatchService:
                 text = lines.readline(most)
 
     async def _answer(self, batch: StoredBatch, source: Path) -> None:
+        files = self._store.files
         finished = await asyncio.to_thread(_read_finished, self._store.output_path(batch, "output"))
         self._store.output_path(batch, "errors").unlink(missing_ok=True)  # they run again
         app = OwnerApp(self._app, identity_of(batch.owner, self._weights))
@@ -190,11 +194,22 @@ class BatchService:
             self._store.output_path(batch, "output").open("ab", buffering=0) as answers,
             self._store.output_path(batch, "errors").open("ab", buffering=0) as errors,
         ):
+            num_written = answers.tell()  # of an earlier run
+            files.note_growth(batch.owner, num_written)
 
             def write(line: bytes, answered: bool) -> None:
+                nonlocal num_written
+                files.check_bytes(batch.owner, len(line))
+                files.note_growth(batch.owner, len(line))
+                num_written += len(line)
                 (answers if answered else errors).write(line)
 
-            await BatchRunner(app, lines, finished, write, report, max_tries=_MAX_TRIES).run(_CONCURRENCY)
+            try:
+                await BatchRunner(app, lines, finished, write, report, max_tries=_MAX_TRIES).run(_CONCURRENCY)
+            except ExceptionGroup as errors_of_workers:
+                raise _first_leaf(errors_of_workers) from errors_of_workers
+            finally:
+                files.note_growth(batch.owner, -num_written)
 
     def _write_expired(self, batch: StoredBatch, source: Path) -> None:
         """Error lines of the requests that were not answered in time. On a thread."""
@@ -246,6 +261,12 @@ class BatchService:
     @property
     def _now(self) -> int:
         return int(self._store.clock())
+
+
+def _first_leaf(group: ExceptionGroup[Exception]) -> Exception:
+    """The first error of a group that is not a group itself."""
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, ExceptionGroup) else first
 
 
 def _read_finished(path: Path) -> FinishedLines:

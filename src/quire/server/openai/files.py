@@ -4,9 +4,10 @@ The body is multipart/form-data with a `file` and a `purpose`. It is parsed as i
 upload that fails or is cut off is removed. The same for a server with one model and with several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -45,6 +46,14 @@ class InvalidUpload(QuireError):
     code = "invalid_upload"
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except FormParserError as error:
+        raise InvalidUpload(f"The body is not multipart/form-data: {str(error)[:200]}.") from error
+
+
 class UploadParser:
     """The parts of a form as they arrive: the file to disk, the others to memory."""
 
@@ -57,24 +66,23 @@ class UploadParser:
         self.fields: dict[str, bytes] = {}
         self.filename: str | None = None
         self.is_complete = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._add_header_name,
-                "on_header_value": self._add_header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._begin_data,
-                "on_part_data": self._add_data,
-                "on_end": self._end,
-            },
-        )
+        with _refusing():  # a boundary that is too long
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": self._add_header_name,
+                    "on_header_value": self._add_header_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._begin_data,
+                    "on_part_data": self._add_data,
+                    "on_end": self._end,
+                },
+            )
 
     def write(self, data: bytes) -> None:
-        try:
+        with _refusing():
             self._parser.write(data)
-        except MultipartParseError as error:
-            raise InvalidUpload(f"The body is not multipart/form-data: {str(error)[:200]}.") from error
 
     def _begin_part(self) -> None:
         self._disposition = self._header_name = self._header_value = b""
