@@ -226,4 +226,5 @@ def test_presence_is_judged_by_size(tmp_path: Path) -> None:
 
 
 def test_the_default_model_is_the_one_the_table_names(default_model_path: Path) -> None:
-    verify(DEFAULT_MODEL, default_model_path.parent, ignore)
+    assert default_model_path.name == DEFAULT_MODEL.file_name
+    verify(DEFAULT_MODEL, default_model_path.parent, ignore)  # its size and checksum, or it raises

@@ -86,7 +86,9 @@ def test_a_schema_that_expands_is_refused_by_its_expanded_size(worker: CompileWo
     ],
 )
 def test_references_that_do_not_expand_are_compiled(worker: CompileWorker, grammar: Grammar) -> None:
-    worker.compile(grammar)
+    process = worker.start()
+    worker.compile(grammar)  # or it raises
+    assert worker.start() is process, "the worker itself has lasted"
 
 
 def test_alternatives_that_fail_after_the_first_token_are_refused(worker: CompileWorker) -> None:

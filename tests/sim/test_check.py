@@ -174,7 +174,7 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_prefix_that_outlives_the_memory_it_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixHolds, "release_all", lambda self, kv: None)
-    assert _violations() > 0
+    assert _violations(seed=3) > 0
 
 
 def test_a_wrong_slot_is_found() -> None:

@@ -155,9 +155,10 @@ def test_a_blocked_log_drops_lines_and_never_waits() -> None:
 
 
 def test_a_closed_log_raises_nothing() -> None:
-    with logging_to(Gone()):
+    with logging_to(Gone()) as writer:
         log_request(RECORD)
         logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
+        wait_until(lambda: writer.handler.num_dropped == 2)
 
 
 def test_lines_dropped_by_a_full_disk_are_reported_later() -> None:

@@ -151,7 +151,7 @@ def test_a_streamed_chat_of_any_script_equals_the_whole(http: httpx.Client, ask:
 
 
 def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
-    client.chat.completions.create(
+    answer = client.chat.completions.create(
         model=MODEL,
         messages=QUESTION,  # type: ignore[arg-type]
         max_tokens=1,
@@ -166,3 +166,4 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
         parallel_tool_calls=False,
         logit_bias={"5": 1},
     )
+    assert answer.usage is not None and answer.usage.completion_tokens == 1
