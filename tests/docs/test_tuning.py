@@ -71,7 +71,7 @@ def test_flags_named_anywhere_on_the_page_exist() -> None:
     shown = set(re.findall(r"(--[a-z][a-z-]+)", text))
     known = flags("serve") | {
         flag
-        for verb in ("throughput", "latency", "serve", "startup", "pacing", "race")
+        for verb in ("throughput", "latency", "serve", "startup", "pacing", "race", "goodput")
         for flag in flags("bench", verb)
     }
     assert shown <= known, shown - known

@@ -238,10 +238,11 @@ _DOUBLINGS = 10  # a factor of 1,024 up or down from the first probe
 
 
 def find_capacity(
-    probe: Callable[[float], CapacityProbe | None], first: float, tolerance: float
+    probe: Callable[[float], CapacityProbe | None], first: float, tolerance: float, factor: float = 2.0
 ) -> list[CapacityProbe]:
     """Loads up to the highest rate that holds the level: doubled or halved until one holds and one does not, then
-    bisected until these two differ by less than `tolerance`. The highest that holds is the capacity.
+    bisected until these two differ by less than `tolerance`. The highest that holds is the capacity. With a smaller
+    `factor`, the first step away from the first rate is that; each further one is its square.
 
     A probe is None where the rate is so low that no request is sent: then the search ends."""
     probes: list[CapacityProbe] = []
@@ -261,5 +262,6 @@ def find_capacity(
         elif len(probes) > _DOUBLINGS:
             break
         else:
-            scale *= 2 if made.holds else 0.5
+            scale *= factor if made.holds else 1 / factor
+            factor = min(factor * factor, 2.0)
     return probes

@@ -136,7 +136,7 @@ def measure_serving(load: ServingLoad, repeats: int, say: Callable[[str], None])
         closing(HelperProcess("quire.bench.load_client")) as client,
     ):
         alone.send({"load": {"model": load.model, "max_num_seqs": load.num_streams, "threads": load.threads}})
-        with _running_server(load) as server:
+        with running_server(_arguments(load)) as server:
             alone.receive()
             both = _ServingRun(load, alone, client, server)
             say("warm-up")
@@ -149,7 +149,9 @@ def measure_serving(load: ServingLoad, repeats: int, say: Callable[[str], None])
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class RunningServer:
+    """`quire serve` in its own processes."""
+
     pid: int
     engine_pid: int
     host: str
@@ -163,7 +165,7 @@ class _ServingRun:
     load: ServingLoad
     alone: HelperProcess
     client: HelperProcess
-    server: _Server
+    server: RunningServer
 
     def run(self, seed: int, num_output: int) -> ServingRepeat:
         request = {"prompts": self.load.prompts(seed), "num_output": num_output}
@@ -187,12 +189,16 @@ class _ServingRun:
         )
 
 
+def _arguments(load: ServingLoad) -> list[str]:
+    arguments = [] if load.model is None else [load.model]
+    arguments += ["--max-num-seqs", str(load.num_streams)]
+    return arguments if load.threads is None else [*arguments, "--threads", str(load.threads)]
+
+
 @contextmanager
-def _running_server(load: ServingLoad) -> Iterator[_Server]:
-    """`quire serve` on a free port, until the end of the block."""
-    command = [sys.executable, "-m", "quire", "serve", *([load.model] if load.model is not None else [])]
-    command += ["--port", "0", "--max-num-seqs", str(load.num_streams)]
-    command += [] if load.threads is None else ["--threads", str(load.threads)]
+def running_server(arguments: list[str]) -> Iterator[RunningServer]:
+    """`quire serve` with these arguments on a free port, until the end of the block."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     ready = threading.Event()
@@ -211,7 +217,7 @@ def _running_server(load: ServingLoad) -> Iterator[_Server]:
         address = next((found for line in lines if (found := re.search(r"http://([\d.]+):(\d+)", line))), None)
         if address is None:
             raise EngineFailed(f"The server did not become ready; its last lines: {''.join(lines[-5:]).strip()}")
-        yield _Server(process.pid, children(process.pid)[0], address[1], int(address[2]))
+        yield RunningServer(process.pid, children(process.pid)[0], address[1], int(address[2]))
     finally:
         process.terminate()
         process.wait()

@@ -211,8 +211,8 @@ def simulate(
     overhead: ServingOverhead = NO_OVERHEAD,
 ) -> list[ServedRequest]:
     """What the clients of a server would see."""
-    scheduler = _scheduler(machine, sizing)
-    requests = _requests(_cut(rows, machine), overhead)
+    scheduler = make_scheduler(machine, sizing)
+    requests = simulated_requests(rows, machine, overhead)
     simulation = Simulation(scheduler, requests, H200(), depth=1)
     numbers = [int(each.request.id) for each in sorted(requests, key=lambda each: each.at_s)]  # of each sequence
     arrivals: list[list[TokenArrival]] = [[] for _ in rows]
@@ -236,11 +236,11 @@ def simulate(
             arrivals[number][-1].at_s if arrivals[number] else None,
             cached.get(number),
         )
-        for number, row in enumerate(_cut(rows, machine))
+        for number, row in enumerate(fitting(rows, machine))
     ]
 
 
-def _scheduler(machine: SimulatedMachine, sizing: StepSizing) -> Scheduler:
+def make_scheduler(machine: SimulatedMachine, sizing: StepSizing) -> Scheduler:
     most = machine.max_step_tokens
     policy = Policy(
         PREFIX,
@@ -254,7 +254,7 @@ def _scheduler(machine: SimulatedMachine, sizing: StepSizing) -> Scheduler:
     return Scheduler(kv, max_rows=machine.max_rows, max_step_tokens=most, policy=policy, cost=table)
 
 
-def _cut(rows: Many[TraceRow], machine: SimulatedMachine) -> list[TraceRow]:
+def fitting(rows: Many[TraceRow], machine: SimulatedMachine) -> list[TraceRow]:
     """Requests that fit the context."""
     cut = []
     for row in rows:
@@ -264,12 +264,14 @@ def _cut(rows: Many[TraceRow], machine: SimulatedMachine) -> list[TraceRow]:
     return cut
 
 
-def _requests(rows: Many[TraceRow], overhead: ServingOverhead) -> list[SimulatedArrival]:
-    """Requests with max_tokens equal to their output length."""
+def simulated_requests(
+    rows: Many[TraceRow], machine: SimulatedMachine, overhead: ServingOverhead
+) -> list[SimulatedArrival]:
+    """Requests that fit the context, with max_tokens equal to their output length."""
     return [
         SimulatedArrival(
             overhead.arrival_s(row),
             Request(RequestId(number), prompt_of(row, number, VOCAB_SIZE), row.num_output, RowSampling(end_ids=())),
         )
-        for number, row in enumerate(rows)
+        for number, row in enumerate(fitting(rows, machine))
     ]

@@ -496,4 +496,54 @@ def capacity(levels: "tuple[ServiceLevel, ...]", tolerance: float, as_json: bool
     work(LoadRun.read(given), levels, tolerance, as_json)
 
 
-COMMANDS = (throughput, latency, steps, startup, kernels, quality, speculation, first_token, race, serve, capacity)
+@click.command()
+@click.option("--split", is_flag=True, help="Compare with pools of prefill and decode engines. Without it: replicas.")
+@click.option("--gpus", default="2,4,8", show_default=True, callback=integer_list(1, 64), metavar="N,N,…",
+              help="Numbers of simulated GPUs, 1 to 64.")  # fmt: skip
+@click.option("--engines", type=click.IntRange(1, 64), metavar="N",
+              help="Instead of a simulation: real servers with N engine processes on this CPU, in turns.")  # fmt: skip
+@click.option("--trace", default="sharegpt", show_default=True, metavar="NAME",
+              help="A trace file (.csv, .jsonl, gzipped or not), or sharegpt, mooncake, stall.")  # fmt: skip
+@click.option("--level", "levels", multiple=True, callback=_levels, default=("500/30",), show_default=True,
+              metavar="TTFT/TPOT", help="Service level in ms; several times.")  # fmt: skip
+@click.option("--seconds", type=FiniteRange(0, min_open=True), default=30.0, show_default=True, metavar="S",
+              help="Seconds in which requests arrive.")  # fmt: skip
+@click.option("--max-prompt", type=click.IntRange(1), metavar="N", help="Leave out longer prompts (tokens).")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--bandwidth", type=FiniteRange(0, min_open=True), default=50.0, show_default=True, metavar="GB/S",
+              help="Simulated: of the link to each decode engine; 50 is 400 Gb/s.")  # fmt: skip
+@click.option("--handoff", "handoff_ms", type=FiniteRange(0), default=2.0, show_default=True, metavar="MS",
+              help="Simulated: messages from a prefill to a decode engine.")  # fmt: skip
+@click.option("--choose-up-to", type=click.IntRange(1, 64), default=16, show_default=True, metavar="N",
+              help="Simulated: more GPUs than these are used as the largest number up to here.")  # fmt: skip
+@click.option("--tolerance", type=FiniteRange(0, 1, min_open=True), default=0.05, show_default=True,
+              help="Simulated: a search ends when the rate is known within this fraction.")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Simulated: write goodput per GPU as SVG.")  # fmt: skip
+@click.option("--model", metavar="NAME", help="With --engines: a model. Default: the default model.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="With --engines: of each.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), default=1.0, show_default=True, metavar="R",
+              help="With --engines: random (Poisson) arrivals per second.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="With --engines: of each setup.")
+@click.option("--max-output", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+              help="With --engines: longer answers are cut (tokens).")  # fmt: skip
+@click.option("--vocab-size", type=click.IntRange(2), default=30_000, show_default=True,
+              help="With --engines: prompt token ids are below this.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def goodput(levels: "tuple[ServiceLevel, ...]", plot: Path | None, as_json: bool, **given: object) -> None:
+    """Goodput at a service level: replicas with chunked prefill against prefill and decode pools."""
+    if given["engines"] is None:
+        from quire.cli.bench_goodput import simulated
+
+        simulated(given, levels, plot, as_json)
+        return
+    if plot is not None:
+        raise ConfigError("--plot draws goodput by the number of simulated GPUs: leave out --engines.", param="plot")
+    from quire.cli.bench_goodput import served
+
+    served(given, levels, as_json)
+
+
+COMMANDS = (
+    throughput, latency, steps, startup, kernels, quality, speculation, first_token, race, serve, capacity, goodput,
+)  # fmt: skip

@@ -5,10 +5,12 @@ takes no time. Memory is counted in token slots after each plan: *held* are the 
 *reserved* those reserved for a row, *live* the positions that are computed when the step is done.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 from quire.core.ids import IntArray, Row
@@ -34,6 +36,7 @@ class SimulatedArrival(NamedTuple):
 
     at_s: float
     request: Request
+    held: int | None = None  # a held prefix of its prompt, which another engine has written by then
 
 
 @dataclass(slots=True)
@@ -85,17 +88,26 @@ class Simulation:
         self._done_s = 0.0  # when the machine will have computed every launched step
         self._loop = Loop(scheduler, self, depth, lambda: self.now_s)
 
-    def turns(self) -> Iterator[StepOutput | None]:
-        """Step after step until all requests are finished."""
-        while self._arrivals or not self.scheduler.idle:
+    def arrive(self, arrival: SimulatedArrival) -> None:
+        """A further request, while the simulation runs."""
+        insort(self._arrivals, arrival, key=lambda each: each.at_s)
+
+    def turns(self, until_s: float = inf) -> Iterator[StepOutput | None]:
+        """Step after step until all requests are finished, or until the clock has reached a time."""
+        while self.now_s < until_s and (self._arrivals or not self.scheduler.idle):
             while self._arrivals and self._arrivals[0].at_s <= self.now_s:
-                self.scheduler.add(self._arrivals.popleft().request, self.now_s)
+                self._add(self._arrivals.popleft())
             self.plan = None
             absorbed = self._loop.step()
             if absorbed is None and self.plan is None:
-                self._sleep()
+                self._sleep(until_s)
             self.account.finished_s = self.now_s
             yield absorbed
+
+    def _add(self, arrival: SimulatedArrival) -> None:
+        if arrival.held is not None:
+            self.scheduler.release_prefix(arrival.held, written=True)
+        self.scheduler.add(arrival.request, self.now_s)
 
     def run(self) -> SimulationAccount:
         for _ in self.turns():
@@ -111,10 +123,10 @@ class Simulation:
         self._write(plan, seconds)
         return _TimedStep(pending, self._done_s, self)
 
-    def _sleep(self) -> None:
+    def _sleep(self, until_s: float) -> None:
         """Advance to the next arrival; at most by `_IDLE_POLL_S` while a queued request waits for a window to pass."""
-        times_s = [self._arrivals[0].at_s] if self._arrivals else []
-        if not times_s or self.scheduler.num_queued:
+        times_s = [until_s, self._arrivals[0].at_s if self._arrivals else inf]
+        if not self._arrivals or self.scheduler.num_queued:
             times_s.append(self.now_s + _IDLE_POLL_S)
         self.now_s = min(times_s)
 
