@@ -103,6 +103,7 @@ class Exchange:
             self.decode.scheduler,
             LAYOUT,
             lambda address: OracleSource(address, self.prefill.runner, self.decode.runner),
+            lambda: self.clock.now_s,
             copy_bytes=self.dice.choice([1, 3]),
         )
 
@@ -270,7 +271,10 @@ def test_another_layout_and_a_full_cache_are_refused() -> None:
     owner = BlockOwner(RequestId(0), "", 0)
     for layout, reason in (("other", TransferFailure.LAYOUT), (LAYOUT, TransferFailure.NO_ROOM)):
         imports = PrefixImports(
-            decode.scheduler, layout, lambda address: OracleSource(address, prefill.runner, decode.runner)
+            decode.scheduler,
+            layout,
+            lambda address: OracleSource(address, prefill.runner, decode.runner),
+            lambda: clock.now_s,
         )
         with pytest.raises(TransferFailed) as failed:
             imports.begin(0, owner, prompt, lease)

@@ -48,6 +48,7 @@ from quire.engine.wire import (
     read_for_front,
     request_number,
 )
+from quire.sched.prompt_split import PrefillCosts
 
 PARAMS = SamplingParams(
     n=3, temperature=0.5, stop=["a", "ü"], logit_bias={7: -1.5}, seed=2**62, logprobs=2, max_tokens=None
@@ -121,6 +122,7 @@ MESSAGES = {
         st.booleans(),
         st.booleans(),
         st.none() | st.builds(PromptTransfer, NUMBER, SECONDS, st.none() | st.sampled_from(TransferFailure)),
+        TEXT,
     ),
     AbortRequest: st.builds(AbortRequest, NUMBER),
     StopSequence: st.builds(StopSequence, NUMBER, NUMBER),
@@ -149,6 +151,7 @@ MESSAGES = {
     ),
     QueryReply: st.builds(QueryReply, NUMBER, st.binary(max_size=8)),
     Heartbeat: st.builds(Heartbeat, SECONDS, SECONDS),
+    PrefillCosts: st.builds(PrefillCosts, st.lists(NUMBER).map(tuple), st.lists(SECONDS).map(tuple), NUMBER, SECONDS),
 }
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -16,9 +16,10 @@ from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.prefix_transfer import EngineRole, TransferFailure
+from quire.sched.prompt_split import SplitChoice, choose
 from quire.server.async_engine import AsyncEngine
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.prefill_decode import MIN_SPLIT_TOKENS, PrefillEngines, SplitRequest
+from quire.server.prefill_decode import PrefillEngines, SplitRequest
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 from quire.server.request_stream import RequestStream
 
@@ -31,8 +32,9 @@ class Split:
     """One decode engine, one prefill engine, and a client of both."""
 
     def __init__(self, opened: OpenedModel, config: EngineConfig, script: str | None) -> None:
+        self.rule: Callable[..., SplitChoice] = always
         decode, prefill = AsyncEngine(opened.tokenizer, monotonic), AsyncEngine(opened.tokenizer, monotonic)
-        self.split = PrefillEngines([prefill], monotonic)
+        self.split = PrefillEngines([prefill], monotonic, lambda *given: self.rule(*given))
         self.ends: list[SplitRequest] = []
         self.split.ended = self.ends.append
         self.engine = ReplicatedEngine([decode], self.split)
@@ -77,12 +79,20 @@ class Split:
                     await asyncio.sleep(0.05)
 
 
+def always(num_prompt: int, *loads: object) -> SplitChoice:
+    """Prompts of 100 tokens and more."""
+    return SplitChoice(here_s=float(num_prompt >= 100), there_s=0.5)
+
+
 @asynccontextmanager
 async def two_engines(config: EngineConfig, script: str | None) -> AsyncIterator[Split]:
     made = Split(open_model(config), config, script)
     await made.supervisor.first_start()
     watching = asyncio.create_task(made.supervisor.watch())
     try:
+        async with asyncio.timeout(60):
+            while not all(each.costs.known for each in (*made.engine.engines, *made.split.engines)):
+                await asyncio.sleep(0.01)
         yield made
     finally:
         await made.supervisor.stop()
@@ -93,23 +103,45 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [(seed * 7919 + place * place) % 1000 + 10 for place in range(num_tokens)]
 
 
+async def assert_the_rule_is_asked(split: Split) -> None:
+    """By the costs that the engines predict: a step of the script takes 20 ms, whatever it holds."""
+    split.rule = choose
+    first, second = split.submit(prompt_of(20, 4000)), split.submit(prompt_of(21, 4000))
+    answers = await asyncio.gather(split.answer(first), split.answer(second))
+    assert answers[0] == answers[1]
+    assert "was not sent to a prefill engine" in await split.explain(first), "nothing waits: it is as fast here"
+    assert "was sent to a prefill engine" in await split.explain(second), "the first one is computed here"
+    assert [each.failure for each in split.ends] == [None]
+    scored = split.engine.submit(prompt_of(22, 600), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    await split.answer(scored)
+    assert "its outputs are of the whole prompt" in await split.explain(scored)
+    decode = split.engine.engines[0]
+    assert (decode.num_waiting_tokens, decode.num_decoding) == (0, 0), "what has ended is not counted"
+    split.rule = always
+    split.ends.clear()
+
+
 def test_long_prompts_are_split_and_survive_the_prefill_engine(default_model_path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.jsonl"
     script.write_text(LINES)
 
     async def body() -> None:
         async with two_engines(EngineConfig(max_num_seqs=8), str(script)) as split:
-            short = split.submit(prompt_of(0, MIN_SPLIT_TOKENS - 1))
+            await assert_the_rule_is_asked(split)
+            short = split.submit(prompt_of(0, 99))
             expected = await split.answer(short)
-            assert not split.ends and "prefill engine" not in await split.explain(short), "short prompts stay"
+            assert not split.ends and "not sent to a prefill engine: 0.0 ms of" in await split.explain(short)
             long = split.submit(prompt_of(1, 1000))
             assert await split.answer(long) == expected
             assert split.ends == [SplitRequest(0, None)], "a script has blocks without bytes"
-            assert "992 tokens were computed by a prefill engine and copied" in await split.explain(long)
+            explained = await split.explain(long)
+            assert "992 tokens were computed by a prefill engine and copied" in explained
+            assert "sent to a prefill engine: 1,000.0 ms of delay were expected here, 500.0 ms by" in explained
             assert long.state.metrics.num_cached_tokens == 0, "computed for it, wherever"
             again = split.submit(prompt_of(1, 1000))
             await split.answer(again)
             assert len(split.ends) == 1, "its prompt is cached where it decodes"
+            assert "no whole block of it is missing here" in await split.explain(again)
             assert again.state.metrics.num_cached_tokens == 999
             left = [split.submit(prompt_of(seed, 2000)) for seed in range(2, 6)]
             await asyncio.sleep(0)  # their prompts are sent
@@ -135,7 +167,7 @@ def test_long_prompts_are_split_and_survive_the_prefill_engine(default_model_pat
             reasons = Counter(each.failure for each in split.ends)
             assert reasons == {None: 2, TransferFailure.ENGINE_LOST: 4, TransferFailure.NO_ENGINE: 1}
             roles = {each.role: (each.num_submitted, each.num_restarts) for each in split.supervisor.loads()}
-            assert roles == {"decode": (13, 0), "prefill": (10, 1)}
+            assert roles == {"decode": (16, 0), "prefill": (11, 1)}
             await split.assert_nothing_is_held()
 
     asyncio.run(body())

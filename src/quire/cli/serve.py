@@ -178,10 +178,8 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
 
 
 def _describe_split(config: "ServerConfig") -> str:
-    from quire.server.prefill_decode import MIN_SPLIT_TOKENS
-
     counts = f"{config.prefill_engines} prefill and {config.replicas} decode engines"
-    return f"{counts} · prompts of {MIN_SPLIT_TOKENS} or more uncached tokens are computed by the former"
+    return f"{counts} · a prompt goes to the former if all requests wait less so, by measured costs"
 
 
 def chat_support(served: "ServedModel") -> str:

@@ -41,6 +41,7 @@ class EventKind(Enum):
     WAITED = "waited"  # `cause` says for what; noted when the cause changes
     ADMITTED = "seated"  # it got a row; `tokens` of the prefix were found in the cache
     MISSED = "missed"  # `tokens` of the prompt were not found; `detail` is the reason for the first of them
+    ROUTED = "routed"  # `detail` says why its prompt went to a prefill engine, or did not
     TRANSFERRED = "transferred"  # `tokens` were copied from a prefill engine; else `detail` is the reason
     FIRST_TOKEN = "first_token"
     PREEMPTED = "preempted"  # by `other`; `tokens` had been computed

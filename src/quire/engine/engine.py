@@ -106,9 +106,11 @@ class Engine:
         group = self.scheduler.add(request, now_s)[0].group
         if matchers and self.grammars is not None:
             self.grammars.begin(group, matchers)
+        step = self.scheduler.last_planned + 1
+        if message.routing:
+            group.note(RequestEvent(step, EventKind.ROUTED, detail=message.routing))
         if message.transfer is not None:
             num_copied, why = message.transfer.num_tokens, message.transfer.text
-            step = self.scheduler.last_planned + 1
             group.note(RequestEvent(step, EventKind.TRANSFERRED, num_copied, detail=why))
         self._groups[request.id] = group
         if len(self._groups) > MAX_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
@@ -130,7 +132,9 @@ class Engine:
         if isinstance(blocks, SharedBlocks):
             self.exports = PrefixExports(self.scheduler, blocks, layout, self.clock)
         else:
-            self.imports = PrefixImports(self.scheduler, layout, lambda address: PeerBlocks(address, blocks))
+            self.imports = PrefixImports(
+                self.scheduler, layout, lambda address: PeerBlocks(address, blocks), self.clock
+            )
 
     def explain(self, request_id: RequestId) -> Explanation:
         """What happened to a request that is open, or among the latest finished ones."""

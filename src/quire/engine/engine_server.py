@@ -41,6 +41,7 @@ from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 from quire.kv.block_events import BlockEvent
 from quire.sched.journal.recorder import JournaledScheduler
+from quire.sched.prompt_split import prefill_costs
 
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
@@ -76,6 +77,7 @@ class EngineServer:
         self._decoder = FrameDecoder()
         self._buffer = memoryview(bytearray(_READ_BYTES))  # for all messages, see `EngineProcess`
         self._stats_s = -HEARTBEAT_S
+        self._costs_version = -1  # of those that were sent
         self._view = EngineView(engine, clock)
         self._ended = threading.Event()
         self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
@@ -119,7 +121,7 @@ class EngineServer:
             self._engine.exports.expire()
         done = None if self._engine.imports is None else self._engine.imports.advance()
         if done is not None:
-            reply = ImportReply(done.num_tokens, done.num_bytes, done.failure)
+            reply = ImportReply(done.num_tokens, done.num_bytes, done.failure, done.copy_s)
             self._send(QueryReply(done.token, as_json(reply)))
 
     def _lease(self, message: LeasePrefix) -> None:
@@ -182,6 +184,15 @@ class EngineServer:
         if now_s - self._stats_s >= HEARTBEAT_S:
             self._stats_s = now_s
             self._send(stats_of(self._engine))
+            if self._engine.exports is not None or self._engine.imports is not None:
+                self._send_costs()
+
+    def _send_costs(self) -> None:
+        """What prompts take, whenever measured steps have changed it: the front decides where they are computed."""
+        cost, kv = self._engine.scheduler.cost, self._engine.scheduler.kv
+        if cost.version != self._costs_version:
+            self._costs_version = cost.version
+            self._send(prefill_costs(cost, kv.pool.num_blocks * kv.block_size))
 
     def _read(self) -> None:
         """Handle every message that has arrived; when idle, wait for one until the next statistics."""

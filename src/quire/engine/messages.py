@@ -80,6 +80,7 @@ class SubmitOptions(TypedDict, total=False):
     streaming: bool  # its output is read as it is generated
     pooled: bool  # its output is the prompt's embedding
     without_tokens: bool  # its output is the prompt's scores
+    routing: str  # why its prompt goes to a prefill engine, or does not; for `explain`
 
 
 # Front to engine.
@@ -120,6 +121,7 @@ class AddRequest:
     pooled: bool = False  # the output is an embedding, without tokens
     without_tokens: bool = False  # the output is the prompt's scores: one token is computed and not read
     transfer: PromptTransfer | None = None  # its prompt was sent to a prefill engine before
+    routing: str = ""  # why it was, or was not; empty: there are no prefill engines
 
     @property
     def prompt_alone(self) -> bool:
@@ -181,9 +183,11 @@ class ImportReply(NamedTuple):
     num_tokens: int = 0  # copied; those that were cached before are not counted
     num_bytes: int = 0
     failure: TransferFailure | None = None
+    copy_s: float = 0.0  # of the time until the reply, what the copy itself took
 
 
-# Engine to front. So are `StepOutput`, `StartupPhase`, `EngineInfo` (when ready) and `EngineStats`.
+# Engine to front. So are `StepOutput`, `StartupPhase`, `EngineInfo` (when ready), `EngineStats` and
+# `PrefillCosts`.
 
 
 class Heartbeat(NamedTuple):

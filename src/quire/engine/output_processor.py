@@ -63,6 +63,7 @@ class OutputProcessor:
         streaming: bool = False,
         pooled: bool = False,
         without_tokens: bool = False,
+        routing: str = "",
     ) -> RequestState:
         """Start a request for a prompt: text, token ids, or {"prompt_token_ids": ids}. Its `request` is to be sent to
         the engine. The keywords are those of `SubmitOptions`."""
@@ -75,7 +76,7 @@ class OutputProcessor:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
         number = self._next_number
         bad_words = tuple(self._spell(params.bad_words or ()))
-        request = AddRequest(number, ids, params, bad_words, options, pooled, without_tokens)
+        request = AddRequest(number, ids, params, bad_words, options, pooled, without_tokens, routing=routing)
         stop_strings = StopStrings(params.stop_strings)
         num_sequences = params.n if params.use_beam_search else params.num_sequences
         sequences = tuple(

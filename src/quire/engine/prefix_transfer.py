@@ -143,6 +143,7 @@ class ImportDone(NamedTuple):
     num_tokens: int  # copied now; the others of the prefix were cached
     num_bytes: int
     failure: TransferFailure | None = None
+    copy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -153,6 +154,7 @@ class _Import:
     sources: list[int]  # of the blocks that are missing here
     block_bytes: int
     num_copied: int = field(default=0)
+    copy_s: float = field(default=0.0)
 
 
 class PrefixImports:
@@ -163,11 +165,13 @@ class PrefixImports:
         scheduler: Scheduler,
         layout: str,
         open_source: Callable[[BlockAddress], BlockSource],
+        clock: Callable[[], float],
         copy_bytes: int = COPY_BYTES,
     ) -> None:
         self._scheduler = scheduler
         self._layout = layout
         self._open_source = open_source
+        self._clock = clock
         self._copy_bytes = copy_bytes
         self._open: deque[_Import] = deque()
 
@@ -201,7 +205,9 @@ class PrefixImports:
         try:
             if not alive:
                 raise LeaseEnded("the blocks of this engine were lost")
+            started_s = self._clock()
             each.source.copy(each.sources[part], each.held.room[part].tolist())
+            each.copy_s += self._clock() - started_s
         except LeaseEnded:
             return self._end(TransferFailure.LEASE_ENDED)
         each.num_copied += len(each.sources[part])
@@ -213,4 +219,5 @@ class PrefixImports:
         if failure is not None:
             return ImportDone(each.token, 0, 0, failure)
         num_blocks = len(each.sources)
-        return ImportDone(each.token, num_blocks * self._scheduler.kv.block_size, num_blocks * each.block_bytes)
+        num_tokens = num_blocks * self._scheduler.kv.block_size
+        return ImportDone(each.token, num_tokens, num_blocks * each.block_bytes, copy_s=each.copy_s)

@@ -114,6 +114,10 @@ class EngineInfo:
     pipeline_parallel_size: int = 1
 
     @property
+    def kv_bytes_per_token(self) -> float:
+        return self.memory.kv / max(self.num_blocks * self.block_size, 1)
+
+    @property
     def num_ranks(self) -> int:
         """Each has the memory above, or less."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -31,6 +31,7 @@ from quire.engine.messages import (
 )
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo, EngineStats
+from quire.sched.prompt_split import PrefillCosts
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH_BYTES = 4
@@ -39,7 +40,8 @@ _HEADER_BYTES = _LENGTH_BYTES + 1
 ToEngine = StartEngine | AddRequest | AbortRequest | StopSequence | Query | LeasePrefix | ReleaseLease | ImportPrefix
 ToFront = (
     StartupPhase | LoadProgress | EngineInfo | Refused | Accepted | StepOutput | EngineStats | QueryReply | Heartbeat
-)
+    | PrefillCosts
+)  # fmt: skip
 Message = ToEngine | ToFront
 
 

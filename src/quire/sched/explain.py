@@ -202,6 +202,7 @@ class Explanation:
     slow_steps: SlowSteps = NO_SLOW_STEPS
     num_drafted: int = 0  # drafts verified
     num_accepted: int = 0
+    routing: str = ""  # why its prompt went to a prefill engine, or did not
     transfer: Transfer | None = None
 
     def running_steps(self, now_step: int) -> range:
@@ -216,6 +217,8 @@ class Explanation:
     def lines(self) -> tuple[str, ...]:
         """One line of text per event, by step."""
         lines = [(self.arrived_step, 0, f"request {self.request} arrived with {_tokens(self.num_prompt)}")]
+        if self.routing:
+            lines.append((self.arrived_step, 1, self.routing))
         if self.transfer is not None:
             lines.append((self.transfer.step, 1, _transfer_text(self.transfer)))
         lines += [(wait.start, 1, _wait_text(wait)) for wait in self.waits]
@@ -245,6 +248,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
     missed = next((event for event in events if event.what is EventKind.MISSED), None)
     ended = next((event for event in events if event.what is EventKind.FINISHED), None)
     copied = next((event for event in events if event.what is EventKind.TRANSFERRED), None)
+    routed = next((event.detail for event in events if event.what is EventKind.ROUTED), "")
     admitted = next((event.step for event in events if event.what is EventKind.ADMITTED), None)
     first_step = next((event.step for event in events if event.what is EventKind.FIRST_TOKEN), None)
     paced = {} if admitted is None or first_step is None else wait_history.bounds(admitted, first_step + 1)
@@ -264,6 +268,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         ending=None if ended is None else Finish(ended.step, ended.detail),
         num_drafted=group.num_drafted,
         num_accepted=group.num_accepted,
+        routing=routed,
         transfer=None if copied is None else Transfer(copied.step, copied.tokens, copied.detail),
     )
 

@@ -40,6 +40,7 @@ from quire.engine.outputs import Delta, RequestOutput, failure_of
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront
+from quire.sched.prompt_split import NO_COSTS, PrefillCosts
 from quire.server.fair_shares import ResponseBytes
 from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
 from quire.server.request_stream import PendingOutput, RequestStream
@@ -141,10 +142,13 @@ class AsyncEngine:
         self._to_wake: dict[RequestStream, bool] = {}  # in this order; whether all output of the request has come
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
+        self._waiting: dict[int, int] = {}  # requests without a first token: prompt tokens that they wait for here
         self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
         self.draining = False
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
+        self.costs = NO_COSTS  # of prompts; of engines with a role only
+        self.num_waiting_tokens = 0  # of the prompts that it has, and computes before a new one
         self.heartbeat_s = clock()  # when the engine was last heard
         self.progress_s = clock()  # since when its loop does what it does
         self.expected_s = 0.0  # how long that takes, as predicted
@@ -166,7 +170,7 @@ class AsyncEngine:
     def detach(self) -> None:
         """The engine is gone: every open request fails, and none is accepted until there is another engine."""
         self.lost()
-        self._process, self.stats = None, None
+        self._process, self.stats, self.costs = None, None, NO_COSTS
         for stream in list(self._streams.values()):
             self._end(stream, failure=EngineLost("The engine stopped while it worked on this request; try again."))
         for reply in self._queries.values():
@@ -206,6 +210,7 @@ class AsyncEngine:
         if context is not None and context.place is not None:
             self._add_prompt(stream, context.place)
         self._streams[state.number] = stream
+        self.expect_prompt(stream, 0 if held else len(prompt))
         if context is not None:
             self._latest.setdefault(context.request_id, []).append(state.number)
             if len(self._latest) > _REMEMBERED_REQUESTS:
@@ -224,6 +229,7 @@ class AsyncEngine:
         if self._streams.get(stream.state.number) is not stream or self._process is None:
             return
         stream.on_end = None
+        self.expect_prompt(stream, len(stream.state.prompt_ids) - transfer.num_tokens)
         options = stream.state.request.options
         if options.timeout_s is not None:
             options = replace(options, timeout_s=max(options.timeout_s - transfer.seconds, 0.0))
@@ -232,6 +238,17 @@ class AsyncEngine:
         except (OverflowError, TypeError, ValueError) as error:
             failure = InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.")
             self._end(stream, failure=failure)
+
+    def expect_prompt(self, stream: RequestStream, num_tokens: int) -> None:
+        """How many tokens of its prompt a request waits for here, until its first token."""
+        number = stream.state.number
+        self.num_waiting_tokens += num_tokens - self._waiting.get(number, 0)
+        self._waiting[number] = num_tokens
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that have their first token."""
+        return len(self._streams) - len(self._waiting)
 
     def _add_prompt(self, stream: RequestStream, place: AdmittedPlace) -> None:
         num_tokens = len(stream.state.prompt_ids)
@@ -302,6 +319,8 @@ class AsyncEngine:
                 self._on_loop(self._refused, message.number, message.error)
             case EngineStats():
                 self._on_loop(self._note_stats, message)
+            case PrefillCosts():
+                self._on_loop(self._note_costs, message)
             case Heartbeat():
                 self._on_loop(self.note_heartbeat, message)
             case QueryReply():
@@ -334,6 +353,9 @@ class AsyncEngine:
         self.stats = stats
         self.note_heartbeat()
 
+    def _note_costs(self, costs: PrefillCosts) -> None:
+        self.costs = costs
+
     def _note_reply(self, token: int, body: bytes) -> None:
         reply = self._queries.get(token)
         if reply is not None and not reply.done():
@@ -363,9 +385,9 @@ class AsyncEngine:
         if not is_waking:
             self._wake_some()
 
-    @staticmethod
-    def _start(stream: RequestStream) -> None:
+    def _start(self, stream: RequestStream) -> None:
         """It has its first token, or ends: its prompt no longer waits."""
+        self.num_waiting_tokens -= self._waiting.pop(stream.state.number, 0)
         if stream.place is not None and stream.num_waiting_tokens:
             stream.place.start_prompt(stream.num_waiting_tokens)
             stream.num_waiting_tokens = 0

@@ -23,7 +23,7 @@ from quire.sched.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.async_engine import AsyncEngine, EngineRestarting, options_for
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.http.request_context import CURRENT_CONTEXT
-from quire.server.prefill_decode import MIN_SPLIT_TOKENS, PrefillEngines
+from quire.server.prefill_decode import READS_PROMPT, PrefillEngines
 from quire.server.request_stream import RequestStream
 
 _OF_ALL = ("reset_prefix_cache", "drain")  # queries that every replica answers
@@ -69,17 +69,22 @@ class ReplicatedEngine:
                 self._earlier[name] += getattr(stats, name)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestStream:
-        """Submit a request to the replica where its prompt costs least. A long prompt that is not cached there is
-        computed by a prefill engine before, if there are any."""
+        """Submit a request to the replica where its prompt costs least. If there are prefill engines, and all requests
+        wait less so, one of them computes the prompt before."""
         loads = self._loads()
         options = options_for(CURRENT_CONTEXT.get(), keywords.get("options", DEFAULT_OPTIONS))
         hashes = prefix_hashes(options.partition, prompt)
         rank = self._router.choose(loads, hashes)
         engine = self.engines[rank]
-        num_uncached = len(prompt) - CHUNK_TOKENS * self._router.num_known(rank, hashes)
-        reads_all = keywords.get("pooled") or keywords.get("without_tokens") or params.prompt_logprobs is not None
-        splits = self.prefill is not None and num_uncached >= MIN_SPLIT_TOKENS and not reads_all
+        num_cached = CHUNK_TOKENS * self._router.num_known(rank, hashes)
+        splits = False
+        if self.prefill is not None:
+            reads_all = keywords.get("pooled") or keywords.get("without_tokens") or params.prompt_logprobs is not None
+            routing = READS_PROMPT if reads_all else self.prefill.route(len(prompt), engine, num_cached, hashes)
+            splits, keywords["routing"] = routing
         stream = engine.submit(prompt, params, held=splits, **keywords)
+        if not splits:
+            engine.expect_prompt(stream, len(prompt) - num_cached)
         note = partial(self._router.note, rank)
         if splits and self.prefill is not None:  # what follows with the same prefix is not sent before it is there
             self.prefill.begin(stream, engine, hashes, partial(note, hashes))
