@@ -25,7 +25,7 @@ SERVER_FILES = (
     *("async_engine", "engine_state", "engine_supervisor", "admission", "metrics", "grammar_precompiler"),
     *("context", "prompt_group", "admin", "app", "server", "tracing", "fair_shares"),
     *("response_store", "static_files", "examples", "model_router", "router_app", "file_store", "batch_store"),
-    *("replay_view", "engine_client", "replicas", "prefill_decode", "request_stream"),
+    *("replay_view", "engine_client", "replicas", "autoscaling", "prefill_decode", "request_stream"),
 )
 
 

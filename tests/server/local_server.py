@@ -6,7 +6,6 @@ For tests to which the processes do not matter: a process takes seconds to impor
 import asyncio
 import functools
 import json
-import queue
 import signal
 import socket
 import threading
@@ -33,7 +32,7 @@ from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine import engine_main, grammar_masks, scripted_engine
 from quire.engine.build_scheduler import load_vocabulary
-from quire.engine.engine_process import EngineProcess
+from quire.engine.engine_process import EngineProcess, FrameConnection
 from quire.engine.engine_server import EngineServer
 from quire.engine.messages import LoadProgress, Refused
 from quire.engine.open_model import OpenedModel
@@ -94,13 +93,11 @@ class LocalEngine(EngineProcess):
     """An engine in a thread: the same frames over the same socket."""
 
     def __init__(self, receive: Callable[[ToFront], None], end: Callable[[], None]) -> None:
-        self._receive = receive
         self._end = end
         self._socket, theirs = socket.socketpair()
         self._process = _EngineThread(theirs)  # type: ignore[assignment]
-        self._outgoing = queue.SimpleQueue()
+        self._frames = FrameConnection(receive, self.kill)
         self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)
-        self._writer = threading.Thread(target=self._write, name="to-engine", daemon=True)
 
 
 @functools.cache

@@ -22,10 +22,11 @@ from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.outputs import RequestOutput
+from quire.engine.request_state import RequestState
 from quire.sched.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.async_engine import AsyncEngine, EngineLost
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
+from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine, RestartRunning
 from quire.server.request_stream import RequestStream
 from tests.clients.client_server import SMALL, scripted
 
@@ -93,14 +94,25 @@ class Replicas:
         assert opened.tokenizer is not None
         self.tokenizer = opened.tokenizer
         engines = [AsyncEngine(opened.tokenizer, monotonic, rank, 2) for rank in range(2)]
+        self.num_moved = 0
+        for engine in engines:
+            engine.moved = self._note_move
         self.engine = ReplicatedEngine(engines)
         config = EngineConfig(max_num_seqs=8)
         supervisors = [Supervisor(config, str(script), engine, clock=monotonic) for engine in engines]
         self.supervisor = ReplicaSupervisor(supervisors, self.engine)
 
-    def submit(self, text: str, max_tokens: int = 40) -> RequestStream:
+    def _note_move(self, lost: RequestState) -> None:
+        self.num_moved += 1
+
+    def submit(self, text: str, max_tokens: int = 40, *, streaming: bool = True) -> RequestStream:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        return self.engine.submit(self.tokenizer.encode(text), params, streaming=True)
+        return self.engine.submit(self.tokenizer.encode(text), params, streaming=streaming)
+
+    async def until_moved(self, num_requests: int) -> None:
+        async with asyncio.timeout(60):
+            while self.num_moved < num_requests:
+                await asyncio.sleep(0.01)
 
     async def until(self, *health: Health) -> None:
         async with asyncio.timeout(60):
@@ -133,19 +145,28 @@ async def output(call: RequestStream) -> RequestOutput | EngineLost:
         call.close()
 
 
-def test_a_killed_replica_fails_its_own_requests_and_comes_back(default_model_path: Path, tmp_path: Path) -> None:
+def test_a_killed_replica_fails_only_streams_that_were_read_and_comes_back(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     async def body() -> None:
         async with two_replicas(open_model(EngineConfig()), tmp_path) as replicas:
             await replicas.until(Health.READY, Health.READY)
             calls = [replicas.submit(f"endless {number}", max_tokens=400) for number in range(8)]
             ranks = [call.state.number % 2 for call in calls]
             assert sorted(ranks) == [0] * 4 + [1] * 4, "balanced by their number"
+            unread = [replicas.submit(f"endless {number}", 400, streaming=number < 2) for number in range(4)]
+            assert [call.state.number % 2 for call in unread] == [0, 1, 0, 1]
             for call in calls:
                 await call.receive()
             sampled = replicas.engine.stats
             victim = replicas.supervisor.supervisors[0].engine_pid
             assert victim is not None
             os.kill(victim, signal.SIGKILL)
+            await replicas.until_moved(2)
+            whole = await asyncio.gather(*map(output, unread))
+            texts = {end.outputs[0].text for end in whole if isinstance(end, RequestOutput)}
+            assert len(texts) == 1 and all(isinstance(end, RequestOutput) for end in whole), "begun again, and whole"
+            assert [call.state.number % 2 for call in unread] == [1] * 4 and replicas.num_moved == 2
             ends = await asyncio.gather(*map(output, calls))
             for rank, end in zip(ranks, ends, strict=True):
                 assert isinstance(end, EngineLost) if rank == 0 else isinstance(end, RequestOutput), (rank, end)
@@ -160,8 +181,27 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(default_model_pa
             assert all(isinstance(end, RequestOutput) for end in await asyncio.gather(*map(output, again)))
             now = replicas.engine.stats
             assert sampled is not None and now is not None and now.sampled_tokens >= sampled.sampled_tokens
+            await roll(replicas)
 
     asyncio.run(body())
+
+
+async def roll(replicas: Replicas) -> None:
+    """A rolling restart under streams: all engines are others, and no request is lost or begun twice."""
+    before = [each.engine_pid for each in replicas.supervisor.supervisors]
+    calls = [replicas.submit(f"endless {number}", max_tokens=200) for number in range(4)]
+    reading = [asyncio.create_task(output(call)) for call in calls]
+    restarting = asyncio.create_task(replicas.supervisor.rolling_restart())
+    while "draining" not in [load.health for load in replicas.supervisor.loads()]:
+        await asyncio.sleep(0)
+    with pytest.raises(RestartRunning):
+        await replicas.supervisor.rolling_restart()
+    while not restarting.done():
+        assert isinstance(await output(replicas.submit("hi")), RequestOutput)
+    assert await restarting == 2
+    assert all(isinstance(end, RequestOutput) for end in await asyncio.gather(*reading))
+    after = [each.engine_pid for each in replicas.supervisor.supervisors]
+    assert not set(before) & set(after) and replicas.num_moved == 2 and replicas.supervisor.num_restarts == 1
 
 
 @pytest.mark.timeout(240)

@@ -75,7 +75,7 @@ class EngineServer:
         self._socket = connection
         self._clock = clock
         self._decoder = FrameDecoder()
-        self._buffer = memoryview(bytearray(_READ_BYTES))  # for all messages, see `EngineProcess`
+        self._buffer = memoryview(bytearray(_READ_BYTES))  # for all messages, see `FrameConnection`
         self._stats_s = -HEARTBEAT_S
         self._costs_version = -1  # of those that were sent
         self._view = EngineView(engine, clock)

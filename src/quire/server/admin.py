@@ -1,4 +1,4 @@
-"""Operations endpoints: health, readiness, load, metrics; with the admin key explain, abort, cache reset, pause.
+"""Operations endpoints: health, readiness, load, metrics; with the admin key explain, abort, reset, restart, pause.
 
 Health is progress: it follows from what the engine's loop does, not from this process being alive. What routers ask of
 their workers (`/server_info`, `/model_info`, `/get_load`) has SGLang's fields.
@@ -67,7 +67,7 @@ async def load(state: ServerState, request: Request) -> Response:
             "waiting_for": stats.waiting_for,
         }
     if state.replicas is not None:
-        body["replicas"] = [each._asdict() for each in state.replicas()]
+        body["replicas"] = [each._asdict() for each in state.replicas.loads()]
     return json_response(body)
 
 
@@ -185,6 +185,16 @@ async def abort(state: ServerState, request: Request) -> Response:
 
 async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
     return Response(await state.engine.query("reset_prefix_cache"), media_type="application/json")
+
+
+async def rolling_restart(state: ServerState, request: Request) -> Response:
+    """Replace the engines, one after the other; requests go on. Responds when all are replaced."""
+    if state.replicas is None:
+        raise InvalidParameter(
+            "A rolling restart is of replicas, and this server has one engine for each model: start it with --replicas "
+            "or --ray."
+        )
+    return json_response({"restarted": await state.replicas.rolling_restart()})
 
 
 async def pause(state: ServerState, request: Request) -> Response:

@@ -232,6 +232,7 @@ ADMIN = (
     Endpoint("GET", "/engine/requests/{number}/explain", admin.explain_number, "The same, by the number of /engine."),
     Endpoint("POST", "/abort_requests", admin.abort, "Abort requests.", admin.AbortBody),
     Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Clear the prefix cache."),
+    Endpoint("POST", "/rolling_restart", admin.rolling_restart, "Replace the replicas, one after the other."),
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )

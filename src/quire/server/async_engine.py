@@ -18,7 +18,7 @@ from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireEr
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import StepOutput
-from quire.engine.engine_process import EngineProcess
+from quire.engine.engine_process import EngineHandle
 from quire.engine.messages import (
     DEFAULT_OPTIONS,
     AbortRequest,
@@ -135,7 +135,7 @@ class AsyncEngine:
         self._clock = clock
         self._lock = threading.Lock()  # of the output processor: used by the event loop and the reading thread
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process: EngineProcess | None = None
+        self._process: EngineHandle | None = None
         self._streams: dict[int, RequestStream] = {}
         self._unread = PendingOutput()
         self._kept = ResponseBytes()  # log-probabilities
@@ -156,6 +156,8 @@ class AsyncEngine:
         self.lost: Callable[[], None] = lambda: None
         self.slow_reader: Callable[[str], None] = lambda reason: None
         self.progressed: Callable[[Delta, RequestState], None] = lambda delta, state: None
+        self.move: Callable[[RequestStream], bool] = lambda stream: False  # a lost request to another engine
+        self.moved: Callable[[RequestState], None] = lambda state: None
 
     # The engine process.
 
@@ -163,20 +165,35 @@ class AsyncEngine:
         """Deliver output on this thread's event loop from now on."""
         self._loop = asyncio.get_running_loop()
 
-    def attach(self, process: EngineProcess, info: EngineInfo) -> None:
+    def attach(self, process: EngineHandle, info: EngineInfo) -> None:
         self._process, self.info = process, info
         self.note_heartbeat()
 
     def detach(self) -> None:
-        """The engine is gone: every open request fails, and none is accepted until there is another engine."""
+        """The engine is gone: every open request fails, unless another engine begins it again, and none is accepted
+        until there is another engine."""
         self.lost()
         self._process, self.stats, self.costs = None, None, NO_COSTS
         for stream in list(self._streams.values()):
-            self._end(stream, failure=EngineLost("The engine stopped while it worked on this request; try again."))
+            if not self._move(stream):
+                self._end(stream, failure=EngineLost("The engine stopped while it worked on this request; try again."))
         for reply in self._queries.values():
             if not reply.done():
                 reply.set_exception(EngineLost("The engine stopped before it could reply; try again."))
         self._queries.clear()
+
+    def _move(self, stream: RequestStream) -> bool:
+        """Whether another engine has begun a request again that is lost here."""
+        lost = stream.state
+        self._forget_kept(stream)
+        if not (stream.is_movable and self.move(stream)):
+            return False
+        del self._streams[lost.number]
+        self._latest.pop(stream.response_id, None)
+        with self._lock:
+            self._processor.drop(lost)
+        self.moved(lost)
+        return True
 
     @property
     def attached(self) -> bool:
@@ -212,9 +229,7 @@ class AsyncEngine:
         self._streams[state.number] = stream
         self.expect_prompt(stream, 0 if held else len(prompt))
         if context is not None:
-            self._latest.setdefault(context.request_id, []).append(state.number)
-            if len(self._latest) > _REMEMBERED_REQUESTS:
-                del self._latest[next(iter(self._latest))]
+            self._remember(context.request_id, state.number)
             context.note_prompt(len(prompt))
         try:
             if not held:
@@ -223,6 +238,36 @@ class AsyncEngine:
             self._end(stream)
             raise InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.") from error
         return stream
+
+    def adopt(self, stream: RequestStream) -> None:
+        """Begin a request again that another engine has lost; its reader goes on with this one's output."""
+        assert self._process is not None
+        lost, request, options = stream.state, stream.state.request, stream.state.request.options
+        if options.timeout_s is not None:
+            waited_s = self._clock() - lost.metrics.arrival_s
+            options = replace(options, timeout_s=max(options.timeout_s - waited_s, 0.0))
+        if stream.on_end is not None:  # its prompt is being computed elsewhere
+            stream.on_end()
+            stream.on_end = None
+        with self._lock:
+            state = self._processor.open(
+                request.prompt,
+                request.params,
+                options=options,
+                streaming=stream.streaming,
+                pooled=request.pooled,
+                without_tokens=request.without_tokens,
+            )
+        state.prompt, state.metrics.arrival_s = lost.prompt, lost.metrics.arrival_s
+        stream.restart(state, self._close, self._unread)
+        self._streams[state.number] = stream
+        self._remember(stream.response_id, state.number)
+        self._process.send(state.request)
+
+    def _remember(self, request_id: str, number: int) -> None:
+        self._latest.setdefault(request_id, []).append(number)
+        if len(self._latest) > _REMEMBERED_REQUESTS:
+            del self._latest[next(iter(self._latest))]
 
     def send_held(self, stream: RequestStream, transfer: PromptTransfer) -> None:
         """Send a request that was held until now, unless it has ended."""

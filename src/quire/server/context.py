@@ -33,7 +33,7 @@ from quire.server.grammar_precompiler import FairSlots, GrammarPrecompiler
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
-from quire.server.replicas import ReplicaLoad
+from quire.server.replicas import ReplicaSupervisor
 from quire.server.response_store import ResponseStore
 from quire.text.tokenizer import Tokenizer
 
@@ -254,7 +254,7 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)  # of the Responses API
     followed: FairShares = field(default_factory=FairShares)  # bytes of stored responses that are being streamed
     list_models: Callable[[], Sequence[ListedModel]] | None = None  # with several models
-    replicas: Callable[[], Sequence[ReplicaLoad]] | None = None  # of several engines of one model
+    replicas: ReplicaSupervisor | None = None  # of several engines of one model
     batches: BatchStore | None = None  # and files; None: there is no folder for them
     engine_state: EngineState = field(init=False)
 

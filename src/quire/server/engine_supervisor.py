@@ -14,7 +14,7 @@ from enum import Enum
 
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, QuireError
-from quire.engine.engine_process import EngineProcess
+from quire.engine.engine_process import EngineHandle, EngineProcess
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
 from quire.engine.prefix_transfer import EngineRole
@@ -40,6 +40,8 @@ _CHECK_S = 0.25  # heartbeat check interval
 _FIRST_WAIT_S = 0.25
 _FIRST_WAIT_AFTER_FAILED_START_S = 2.0
 _LONGEST_WAIT_S = 16.0  # so that an engine that starts in 10 s is ready within 30 s, however often it was killed
+
+EngineLauncher = Callable[[Callable[[ToFront], None], Callable[[], None]], EngineHandle]  # receives, and ends
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +76,14 @@ class Supervisor:
         kv_events: KvEventsConfig | None = None,
         journal: str | None = None,
         role: EngineRole = EngineRole.WHOLE,
+        launch: EngineLauncher | None = None,  # on another machine; else a process on this one
     ) -> None:
         self._start_message = StartEngine(config, script, serving, kv_events, journal, role)
         self._engine = engine
         self._clock = clock
         self._phase = phase
-        self._process: EngineProcess | None = None
+        self._launch = launch
+        self._process: EngineHandle | None = None
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
         self._refusal: QuireError | None = None
@@ -207,7 +211,7 @@ class Supervisor:
             except RuntimeError:  # the loop is closed
                 return
 
-        process = self._process = EngineProcess(receive, end)
+        process = self._process = (self._launch or EngineProcess)(receive, end)
         process.start()
         process.send(self._start_message)
 
@@ -218,7 +222,7 @@ class Supervisor:
         self._note_startup_progress()
         self._phase(phase)
 
-    def _note_ready(self, process: EngineProcess, info: EngineInfo, ready: asyncio.Event) -> None:
+    def _note_ready(self, process: EngineHandle, info: EngineInfo, ready: asyncio.Event) -> None:
         if process is self._process:
             self._ever_ready = True
             self._ready_s, self._failure = self._clock(), None

@@ -87,6 +87,7 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.successes = counter("request_success", "Finished requests, by finish reason.", "finished_reason")
         self.refusals = counter("requests_refused", "Requests rejected or failed, by error code.", "code")
+        self.moved = counter("requests_moved", "Requests that a lost engine had, begun again by another.")
         self.left = counter("requests_left", "Requests whose client disconnected.")
         self.slow_readers = counter("slow_readers", "Responses cut because the client did not read them.", "reason")
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
@@ -139,15 +140,23 @@ class Metrics:
             self.between.observe((now_s - before_s) / len(delta.token_ids))
 
     def finished(self, end: FinishedRequest) -> None:
-        for sequence in end.state.sequences:
-            self._last_delta_s.pop((end.state.number << 8) + sequence.index, None)
-        self.generation_tokens.inc(sum(len(sequence.token_ids) for sequence in end.state.sequences))
+        self._forget(end.state)
         if end.output is not None:
             self._note_output(end.output)
         elif end.failure is not None:
             self._refused(end.failure.code)
         else:
             self.left.inc()
+
+    def note_move(self, lost: RequestState) -> None:
+        """Another engine begins a request again; what it had generated is lost."""
+        self._forget(lost)
+        self.moved.inc()
+
+    def _forget(self, state: RequestState) -> None:
+        for sequence in state.sequences:
+            self._last_delta_s.pop((state.number << 8) + sequence.index, None)
+        self.generation_tokens.inc(sum(len(sequence.token_ids) for sequence in state.sequences))
 
     def responded(self, record: RequestRecord) -> None:
         """An HTTP request has ended."""

@@ -42,8 +42,9 @@ class RequestStream:
     """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
     the engine client does, for a few streams at a time."""
 
-    __slots__ = ("_close", "_failure", "_output", "_unread", "_waiter", "context", "is_behind", "num_kept_bytes",
-                 "num_waiting_tokens", "on_end", "place", "response_id", "state", "streaming", "unread")  # fmt: skip
+    __slots__ = ("_close", "_failure", "_is_read", "_output", "_unread", "_waiter", "context", "is_behind", "moved",
+                 "num_kept_bytes", "num_waiting_tokens", "on_end", "place", "response_id", "state", "streaming",
+                 "unread")  # fmt: skip
 
     def __init__(
         self,
@@ -68,6 +69,8 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self.unread = PendingOutput()  # of all streams of an engine
         self.is_behind = False  # output came while the reader was not waiting for any: it waits for its client
+        self._is_read = False  # a client may have some of the output
+        self.moved = False  # to another engine, when the first one was lost
 
     def put(self, delta: Delta) -> None:
         before = self._unread.get(delta.index)
@@ -111,6 +114,7 @@ class RequestStream:
             if self._unread:
                 delta = self._unread.pop(next(iter(self._unread)))
                 self.unread.remove(self, self._num_bytes(delta))
+                self._is_read = self._is_read or self.streaming
                 return delta
             if self._failure is not None:
                 raise self._failure
@@ -125,6 +129,19 @@ class RequestStream:
         while not isinstance(item := await self.receive(), RequestOutput):
             pass
         return item
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another engine may begin the request again: no client has any of its output. Once, or a request that
+        no engine survives would end all of them."""
+        return not (self._is_read or self.moved or self.over)
+
+    def restart(self, state: RequestState, close: Callable[["RequestStream"], None], unread: PendingOutput) -> None:
+        """From now on with the output of another engine."""
+        self._unread.clear()
+        self.unread.remove(self)
+        self.state, self._close, self.unread = state, close, unread
+        self.is_behind, self.moved = False, True
 
     def close(self) -> None:
         """Nothing more is read: an unfinished request is aborted. Idempotent."""

@@ -41,7 +41,7 @@ SHARED = frozenset(
      "/v1/models", "/v1/models/{name:path}", "/api/tags", "/api/ps", "/api/show", "/api/version", "/api/pull",
      "/api/delete", "/api/create", "/api/copy", "/api/push", "/version", "/server_info", "/get_server_info",
      "/model_info", "/get_model_info", "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
-     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"}
+     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/rolling_restart"}
 )  # fmt: skip
 # By the parameter `model` of the query. The first ones load it; the others are of an engine as it is.
 BY_QUERY = frozenset({"/info", "/props", "/tokenizer_info"})

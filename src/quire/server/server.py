@@ -34,9 +34,10 @@ from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
 from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
+from quire.server.autoscaling import ReplicaLimits
 from quire.server.context import ServedModel, ServerState, make_served_model
 from quire.server.engine_client import EngineClient, EngineSupervision
-from quire.server.engine_supervisor import Supervisor
+from quire.server.engine_supervisor import EngineLauncher, Supervisor
 from quire.server.fair_shares import reserve_of
 from quire.server.grammar_precompiler import CompileWorker, GrammarPrecompiler
 from quire.server.http.errors import Stopping
@@ -113,6 +114,8 @@ class ServerConfig:
     replicas: int = 1  # engines of this model
     prefill_engines: int = 0  # further engines, which compute long prompts for these
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
+    limits: ReplicaLimits | None = None  # as many engines as the queue needs, within these; instead of `replicas`
+    launch: EngineLauncher | None = None  # starts an engine on another machine
     journal: str | None = None  # where to record the decisions of each engine; each has a file of its own
 
 
@@ -212,20 +215,18 @@ class Server:
         self._config = config
         self._observers = observers
         clock = time.monotonic
-        engines = [
-            AsyncEngine(config.opened.tokenizer, clock, rank, config.replicas) for rank in range(config.replicas)
-        ]
+        num_replicas = config.replicas if config.limits is None else max(config.limits.max_replicas, 2)
+        engines = [AsyncEngine(config.opened.tokenizer, clock, rank, num_replicas) for rank in range(num_replicas)]
         supervisors = [self._supervisor(rank, engine, clock) for rank, engine in enumerate(engines)]
         prefill = [AsyncEngine(config.opened.tokenizer, clock) for _ in range(config.prefill_engines)]
         split = PrefillEngines(prefill, clock) if prefill else None
         self.engine: EngineClient = engines[0]
         self.supervisor: EngineSupervision = supervisors[0]
-        loads = None
-        if config.replicas > 1 or split is not None:
+        replicas: ReplicaSupervisor | None = None
+        if num_replicas > 1 or split is not None:
             self.engine = replicated = ReplicatedEngine(engines, split)
             computing = [self._supervisor(1, engine, clock, EngineRole.PREFILL) for engine in prefill]
-            self.supervisor = supervisor = ReplicaSupervisor(supervisors, replicated, computing)
-            loads = supervisor.loads
+            self.supervisor = replicas = ReplicaSupervisor(supervisors, replicated, computing, config.limits, clock)
         admission = AdmissionControl(
             self.engine,
             lambda: self.supervisor.health,
@@ -241,11 +242,12 @@ class Server:
             engine.finished = self._note_end
             engine.progressed = self.metrics.progressed
             engine.slow_reader = self.metrics.slow_reader
+            engine.moved = self.metrics.note_move
         if split is not None:
             split.ended = self.metrics.note_split
-        if config.replicas == 1 and split is None:  # else the counts of engines that are gone stay in the sums
+        if replicas is None:  # else the counts of engines that are gone stay in the sums
             engines[0].lost = self.metrics.engine.note_loss
-        self.state = ServerState(self.engine, self.supervisor, admission, self.metrics, replicas=loads)
+        self.state = ServerState(self.engine, self.supervisor, admission, self.metrics, replicas=replicas)
         self.metrics.stored.set_function(lambda: self.state.responses.num_responses)
         self.metrics.stored_bytes.set_function(lambda: self.state.responses.num_bytes)
         self.app = make_app(self.state)
@@ -268,6 +270,7 @@ class Server:
             kv_events=events.of_replica(rank) if events is not None and config.replicas > 1 else events,
             journal=config.journal,
             role=role,
+            launch=config.launch,
         )
 
     def _note_end(self, end: FinishedRequest) -> None:

@@ -190,7 +190,7 @@ def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Clien
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version", "/engine/state",
         "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load",
         "/requests/{request_id}/explain", "/engine/requests/{number}/explain",
-        "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
+        "/abort_requests", "/reset_prefix_cache", "/rolling_restart", "/pause", "/resume",
     }  # fmt: skip
     schemas = response["components"]["schemas"]
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(response)))
