@@ -161,8 +161,7 @@ def test_every_option_of_serve_has_a_variable_and_almost_all_a_group(quire: Shel
     variables = [option.envvar for option in options]
     assert len(set(variables)) == len(variables) and all(str(name).startswith("QUIRE_") for name in variables)
     others = {param.name for param in grouped_options(serve)["Other options"]}
-    engines = {"replicas", "prefill_engines", "kv_events", "record"}
-    assert others == {"config", "print_config", *engines, "otlp_endpoint", "log_format"}
+    assert others == {"config", "print_config", "kv_events", "record", "otlp_endpoint", "log_format"}
     shown = quire("serve", "--help").out
     for heading in ("Model:", "Address:", "Keys and limits:", "Device and memory:", "Scheduling:", "Other options:"):
         assert f"\n{heading}\n" in shown

@@ -14,10 +14,10 @@ SMALL = ("--threads", "1", "--max-model-len", "4k", "--kv-cache-memory", "512MiB
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[str]:
+def serving(*flags: str, program: Sequence[str] = (QUIRE,), env: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a server on a free port, once it says that it is ready."""
-    command = [QUIRE, "serve", "--port", "0", *flags]
-    with children.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = [*program, "serve", "--port", "0", *flags]
+    with children.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         said = []
         try:

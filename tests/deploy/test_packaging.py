@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import tomllib
 
 import pytest
 
@@ -137,6 +138,19 @@ def test_the_proxy_holds_nothing_back() -> None:
     for line in ("proxy_buffering off;", "proxy_http_version 1.1;", "gzip off;", "proxy_next_upstream off;"):
         assert line in settings
     assert re.search(r"client_max_body_size 16m;", settings) and "default: 16MiB" in serve_help().replace("\n", " ")
+
+
+def test_the_ray_files_name_options_a_function_and_an_extra_that_exist() -> None:
+    (served,), (cluster,) = documents("ray/serve.yaml"), documents("ray/cluster.yaml")
+    (described,) = served["applications"]
+    options = {f"--{name}" for name in described["args"] if name != "model"}
+    assert options <= set(re.findall(r"--[a-z][a-z-]+", serve_help())) and "--api-key-file" in options
+    module, _, function = described["import_path"].partition(":")
+    source = (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text()
+    assert f"\ndef {function}(config" in source
+    (extra,) = {each for line in cluster["setup_commands"] for each in re.findall(r"quire\[(\w+)\]", line)}
+    assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert cluster["min_workers"] <= cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
 
 
 def test_the_readme_shows_every_file() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -22,6 +22,9 @@ from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.core.speculative import SPECULATIVE_VALUES, is_speculative
 from quire.formats.checkpoint import GenerationDefaults
+
+if TYPE_CHECKING:
+    from quire.server.autoscaling import ReplicaLimits
 
 _MAX_DIGITS = 20  # of an integer: more than any bound has
 _FEW_VALUES = 3  # a range of so few is shown in the help
@@ -185,6 +188,15 @@ _SERVING = (
     click.option("--replicas", type=click.IntRange(1, 64), default=1, show_default=True, metavar="N",
                  help="Engines of the same model behind this server; a request goes where its prompt is cached, or to "
                  "the one with fewest requests."),
+    click.option("--ray", is_flag=True,
+                 help="Run the engines on a Ray cluster: that of RAY_ADDRESS, the one that runs here, or else a new "
+                 "one on this machine. As many as the queue needs, from --min-replicas to --max-replicas."),
+    click.option("--min-replicas", type=click.IntRange(1, 64), metavar="N", help="With --ray: the fewest engines. "
+                 "Default: 1."),
+    click.option("--max-replicas", type=click.IntRange(1, 64), metavar="N",
+                 help="With --ray: the most engines. Default: as many as --min-replicas."),
+    click.option("--downscale-delay", "downscale_delay_s", type=FiniteRange(0), metavar="SECONDS",
+                 help="With --ray: stop an engine that was not needed for so long. Default: 300."),
     click.option("--prefill-engines", type=click.IntRange(0, 64), default=0, show_default=True, metavar="N",
                  help="Further engines that compute long prompts for the others, which copy their KV blocks "
                  "(prefill/decode split). So far on CPUs."),
@@ -256,6 +268,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
                         "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "files_dir",
                         "files_limit_bytes", "drain_s"),
+    "Replicas": ("replicas", "ray", "min_replicas", "max_replicas", "downscale_delay_s", "prefill_engines"),
     "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "seed", "stop", "system", "chat", "markdown"),
     "Device and memory": ("device", "dtype", "quantization", "attention_backend", "batch_invariant", "threads",
@@ -411,6 +424,38 @@ def check_batch_files(source: str, target: str) -> None:
 def check_tracing() -> None:
     if not (_is_installed("opentelemetry.exporter.otlp.proto.http") and _is_installed("opentelemetry.sdk")):
         raise ConfigError('--otlp-endpoint needs OpenTelemetry: pip install "quire[otel]".', param="otlp_endpoint")
+
+
+def read_replica_limits(given: Mapping[str, Any]) -> "ReplicaLimits | None":
+    """The limits of --ray; options that are for it alone, or not for it, are refused."""
+    names = ("min_replicas", "max_replicas", "downscale_delay_s")
+    own = {name: given[name] for name in names if given.get(name) is not None}
+    if not given.get("ray"):
+        for name in own:
+            flag = "--" + name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(f"{flag} is for --ray; use --replicas for engines on this machine.", param=name)
+        return None
+    if given["replicas"] > 1:
+        raise ConfigError(
+            f"--replicas {given['replicas']} starts engines on this machine, and --ray on the nodes of a cluster: use "
+            f"--min-replicas {given['replicas']} with --ray.",
+            param="replicas",
+        )
+    for name, flag in (("prefill_engines", "--prefill-engines"), ("kv_events", "--kv-events-config"),
+                       ("record", "--record")):  # fmt: skip
+        if given[name]:
+            raise ConfigError(f"{flag} is for engines on this machine, not for --ray; omit one of them.", param=name)
+    fewest = own.setdefault("min_replicas", 1)
+    most = own.setdefault("max_replicas", fewest)
+    if most < fewest:
+        raise ConfigError(
+            f"--max-replicas is {most}, and --min-replicas {fewest}: use --max-replicas {fewest} or more.",
+            param="max_replicas",
+        )
+    check_packages("--ray", "ray", "ray")
+    from quire.server.autoscaling import ReplicaLimits
+
+    return ReplicaLimits(**own)
 
 
 def check_kv_events(text: str | None) -> None:

@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
 from quire.cli.console import progress_bars
-from quire.cli.options import check_kv_events, check_record, check_serving, check_tracing, engine_config
+from quire.cli.options import (
+    check_kv_events,
+    check_record,
+    check_serving,
+    check_tracing,
+    engine_config,
+    read_replica_limits,
+)
 from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 
     from quire.cli.access_settings import AccessSettings
     from quire.engine.stats import EngineInfo
+    from quire.server.autoscaling import ReplicaLimits
     from quire.server.context import ServedModel
     from quire.server.server import ServerConfig
 
@@ -79,6 +87,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
     check_kv_events(given["kv_events"])
     check_record(given["record"])
     check_several(model, given, tables)
+    read_replica_limits(given)
     for options in [table.given for table in tables] or [{**given, "model": model}]:
         engine_config(options["model"], options)
         read_served_model(options)
@@ -105,7 +114,9 @@ def _serve_one(
 
     config = replace(engine_config(model, given), tenant_weights=access.weights)
     say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-    server_config = server_config_of(config, given)
+    server_config = on_ray(server_config_of(config, given), given)
+    if server_config.limits is not None:
+        say(f"  {'replicas':<20}{_describe_limits(server_config.limits)}")
 
     def report_ready(served: "ServedModel", info: "EngineInfo") -> None:
         say(f"  {'chat':<20}{chat_support(served)}")
@@ -175,6 +186,27 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         journal=None if given.get("record") is None else str(Path(given["record"]).absolute()),
         prefill_engines=given.get("prefill_engines") or 0,
     )
+
+
+def on_ray(config: "ServerConfig", given: Mapping[str, Any]) -> "ServerConfig":
+    """With --ray, engines on the nodes of a cluster, which is joined here or started."""
+    limits = read_replica_limits(given)
+    if limits is None:
+        return config
+    from quire.engine.ray_engine import RayEngineProcess, connect_cluster
+    from quire.server.autoscaling import check_room, needed_resources
+
+    nodes = connect_cluster()
+    needed = needed_resources(config.config, nodes)
+    check_room(needed, nodes, limits)
+    engine = replace(config.config, device="cuda" if needed.num_gpus else "cpu")
+    return replace(config, config=engine, limits=limits, launch=partial(RayEngineProcess, *needed))
+
+
+def _describe_limits(limits: "ReplicaLimits") -> str:
+    if limits.min_replicas == limits.max_replicas:
+        return f"{limits.min_replicas} on Ray"
+    return f"{limits.min_replicas} to {limits.max_replicas} on Ray, as the queue needs them"
 
 
 def _describe_split(config: "ServerConfig") -> str:

@@ -47,6 +47,8 @@ def check_several(model: str | None, given: Mapping[str, Any], tables: Sequence[
         )
     if given["replicas"] > 1:
         raise ConfigError("--replicas is for one model, not several; omit it.", param="replicas")
+    if given["ray"]:
+        raise ConfigError("--ray is for one model, not several; omit it.", param="ray")
     if given["prefill_engines"]:
         raise ConfigError("--prefill-engines is for one model, not several; omit it.", param="prefill_engines")
     if given["kv_events"] is not None:
