@@ -433,9 +433,12 @@ def pair_scores(num_left: int, num_right: int, embedded: Sequence[EmbeddingOutpu
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    if not isinstance(messages, Sequence):
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise InvalidPrompt(
-            f"messages must be a list of objects with role and content, not {shown(messages)}.", param="messages"
+            f"messages must be a list of objects with role and content, not {shown(messages)}; one question is "
+            f'[{{"role": "user", "content": "…"}}].',
+            param="messages",
         )
     if messages and isinstance(messages[0], Mapping):
         return [cast(Conversation, messages)]

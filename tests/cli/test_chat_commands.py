@@ -67,11 +67,14 @@ def chat(echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
     return Chat(echo, ChatSession("be brief", {"temperature": 0.5, "seed": None, "threads": 4}), markdown=False)
 
 
-def test_the_conversation_is_remembered_until_cleared(chat: Chat, echo: Echo) -> None:
+def test_the_conversation_is_remembered_until_cleared(
+    chat: Chat, echo: Echo, capsys: pytest.CaptureFixture[str]
+) -> None:
     for question in ("one", "silence", "two", "three"):
         chat.handle(question)
     start = ["be brief", "one", "ONE"]
     assert echo.asked[-1] == [*start, "two", "TWO", "three"], "without the empty reply"
+    assert capsys.readouterr().err.count("(no answer: the model ended it at once; the question is forgotten)") == 1
     for line in ("/undo", "/undo", "four"):
         chat.handle(line)
     assert echo.asked[-1] == [*start, "four"]

@@ -3,7 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.errors import InvalidParameter, QueueFull
+from quire.core.errors import InvalidParameter, InvalidPrompt, QueueFull
 from quire.engine.messages import RequestOptions
 from quire.sched.audit import audit_rest
 
@@ -117,6 +117,10 @@ def test_an_unknown_parameter_is_named_with_the_known_ones(narrow):
     for ask in (narrow.generate, narrow.embed):
         with pytest.raises(TypeError, match="There is no parameter use_tqdm; use progress=True or False"):
             ask("a", use_tqdm=True)
+    with pytest.raises(TypeError, match=r"sampling parameters: SamplingParams\(max_tokens=…\)"):
+        narrow.generate("a", max_tokens=5)
+    with pytest.raises(InvalidPrompt, match=r"not 'hello'; one question is \[\{\"role\": \"user\""):
+        narrow.chat("hello")
 
 
 def test_a_stream_has_no_progress_bar(narrow):

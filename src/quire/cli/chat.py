@@ -91,10 +91,12 @@ class Chat:
         finally:
             if not answered:
                 messages.pop()
-        if not self._markdown:
+        if reply.text and not self._markdown:
             print()
         if reply.end.failure is not None:
             err.print(reply.end.failure.message, style="red")
+        elif not reply.text and reply.end.finish_reason == "stop":
+            err.print("(no answer: the model ended it at once; the question is forgotten)", style="dim")
         elif reply.end.finish_reason == "length":
             err.print("(cut off: the context or max_tokens is used up; /clear makes room)", style="dim")
         elif reply.end.finish_reason == "abort":
@@ -147,7 +149,7 @@ class Chat:
         model = self._session.load(rest)
         count = sum(message["role"] == "user" for message in self._session.messages)
         other = "" if model == self._model.name else f" It was with {model}; /model {model} switches."
-        err.print(f"Loaded: {count} questions.{other}", style="dim")
+        err.print(f"Loaded: {count} {'question' if count == 1 else 'questions'}.{other}", style="dim")
 
 
 _COMMANDS = {

@@ -119,6 +119,8 @@ def chats_folder() -> Path:
 def file_of(name: str) -> Path:
     """The file of a saved chat: a path if it looks like one, else a name in the folder of chats."""
     if "/" in name or os.sep in name or name.endswith(".json"):
+        if name.endswith(("/", os.sep)):
+            raise ConfigError(f"{name} is a folder; name a file in it, such as {name}chat.json.")
         return Path(name).expanduser()
     if not _NAME.fullmatch(name):
         raise ConfigError("A saved chat needs a name of letters, digits, spaces, dots and dashes, or a path.")

@@ -98,7 +98,7 @@ class PrintedReply(NamedTuple):
     def speed(self) -> str:
         """Tokens, tokens per second after the first, and the time to the first."""
         count = self.end.num_tokens
-        words = [f"{count} tokens"]
+        words = [f"{count} {'token' if count == 1 else 'tokens'}"]
         if self.first_s is not None:
             decode_s = self.seconds - self.first_s
             if count > 1 and decode_s > 0:

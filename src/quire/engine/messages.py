@@ -69,6 +69,8 @@ def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> Requ
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
             if name == "use_tqdm":
                 instead = "use progress=True or False" if with_progress else "no bar is drawn here; omit it"
+            elif name in SamplingParams.__dataclass_fields__:
+                instead = f"it goes into the sampling parameters: SamplingParams({name}=…)"
             raise TypeError(f"There is no parameter {name}; {instead}.")
     return RequestOptions(**given)
 
