@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from numbers import Integral
 from typing import Unpack, cast
 from weakref import WeakValueDictionary
@@ -357,6 +358,7 @@ class LLM:
         console = Console(stderr=True)
         watched = console.is_jupyter or (sys.stderr is not None and sys.stderr.isatty())
         show = progress if progress is not None else total > 1 and watched
+        as_text = show and console.is_jupyter and find_spec("ipywidgets") is None  # rich would only warn
         bar = Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -364,7 +366,7 @@ class LLM:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
             console=console,
-            disable=not show,
+            disable=not show or as_text,
         )
         with bar:
             task = bar.add_task("generating", total=total, speed="")
@@ -375,6 +377,9 @@ class LLM:
                     num_shown = total - pending.num_pending
                     speed = pending.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
                     bar.update(task, completed=num_shown, speed=f"{speed:,.0f} tok/s")
+                    if as_text:
+                        end = "\n" if num_shown == total else ""
+                        sys.stderr.write(f"\rgenerating {num_shown}/{total}, {speed:,.0f} tok/s{end}")
 
     def _step(self, reader: DeltaStream | PendingOutputs) -> None:
         """One step of the engine, unless another thread's was enough. Every reader gets its own deltas."""

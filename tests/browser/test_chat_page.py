@@ -19,6 +19,7 @@ LINES: list[dict[str, Any]] = [
     {"say": MARKDOWN, "when": "markdown"},
     {"say": "\n\n".join(ATTACKS), "when": "attack"},
     {"say": '{"river": "Rhine"}', "when": "json please"},
+    {"say": "$$\\sum_{i=1}^n \\frac{1}{i}$$\n\n- [x] done", "when": "a sum"},
     {"say": "Bang", "break": True, "when": "boom"},
     {"say": "A short answer."},
 ]
@@ -71,6 +72,22 @@ def test_markdown_is_shown_with_speed_below_it(tab: Callable[..., Tab]) -> None:
         assert page.run(f"document.querySelectorAll('article.assistant {selector}').length") >= 1, selector
     assert "tok/s" in log(page) and "first token" in log(page) and "prompt" in log(page)
     assert page.complaints() == []
+
+
+def test_a_formula_is_not_cut_off_and_a_task_has_no_bullet(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "a sum")
+    finished(page)
+    page.until("document.querySelector('div.math math')")
+    assert (
+        page.run(
+            "(({ clientHeight, scrollHeight }) => scrollHeight - clientHeight)(document.querySelector('div.math'))"
+        )
+        == 0
+    ), "nothing of it is above or below"
+    inside = "['div.math', 'div.math math'].map((each) => document.querySelector(each).getBoundingClientRect())"
+    assert page.run(f"(([box, inner]) => inner.top >= box.top && inner.bottom <= box.bottom)({inside})")
+    assert page.run("getComputedStyle(document.querySelector('#log li')).listStyleType") == "none"
 
 
 def test_nothing_that_a_model_or_a_user_writes_runs(tab: Callable[..., Tab]) -> None:

@@ -1,5 +1,7 @@
 """Priority, tenants, timeouts and a full queue, as callers of the offline API see them."""
 
+import sys
+
 import pytest
 
 from quire import LLM, SamplingParams
@@ -121,6 +123,16 @@ def test_an_unknown_parameter_is_named_with_the_known_ones(narrow):
         narrow.generate("a", max_tokens=5)
     with pytest.raises(InvalidPrompt, match=r"not 'hello'; one question is \[\{\"role\": \"user\""):
         narrow.chat("hello")
+
+
+def test_a_notebook_without_widgets_has_a_line_of_progress(narrow, monkeypatch, capsys, recwarn):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    narrow.generate([[5, 6], [7, 8], [9]], SHORT)
+    said = capsys.readouterr().err
+    assert said.startswith("\rgenerating ") and "generating 3/3, " in said and said.endswith(" tok/s\n")
+    narrow.generate([[5, 6], [7, 8]], SHORT, progress=False)
+    assert capsys.readouterr().err == "" and not recwarn.list
 
 
 def test_a_stream_has_no_progress_bar(narrow):
