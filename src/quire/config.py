@@ -145,7 +145,7 @@ class EngineConfig:
         "Attention kernels on a GPU. auto: the fastest installed ones, as measured.",
     )  # fmt: skip
     batch_invariant: bool = _declare(
-        False, Setting("switch", "A request's logits have the same bits in every batch; slower on a GPU.",
+        False, Setting("switch", "A request's logits have the same bits in every batch; slower on a GPU and with AMX.",
                        flag="--batch-invariant"),
     )  # fmt: skip
     max_model_len: int | None = _integer(

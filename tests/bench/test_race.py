@@ -291,6 +291,7 @@ def test_quire_speaks_the_protocol(shallow_model_path: Path) -> None:
     model = Located(shallow_model_path, "gguf", "shallow")
     settings: list[dict[str, object]] = [{"block_size": size, "threads": 1, "max_model_len": 256} for size in (16, 32)]
     entries = [our_entry(model, each, str(each["block_size"])) for each in settings]
+    assert all(entry.settings["engine"]["device"] == "cpu" for entry in entries), "as its peers, beside a GPU too"
     result = race(entries, "2x9..30+5", rounds=1)
     assert not result.failures and [start.entry for start in result.starts] == ["quire 16", "quire 32"]
     assert result.equal_tokens("quire 16", "quire 32", "2x9..30+5") == 5

@@ -149,10 +149,10 @@ def pip_reason(lines: Iterable[str], status: int) -> str:
 
 
 def our_entry(model: Located, engine: Mapping[str, object], text: str) -> RaceEntry:
-    """quire with settings of `LLM`, as they were written."""
+    """quire with settings of `LLM`, as they were written; on the CPU, as the peers are, unless these say otherwise."""
     command = (sys.executable, "-m", race_worker.__name__, "quire")
     name = f"quire {text}" if text else "quire"
-    return RaceEntry(name, command, {"model": str(model.path), "engine": dict(engine)}, ours=True)
+    return RaceEntry(name, command, {"model": str(model.path), "engine": {"device": "cpu", **engine}}, ours=True)
 
 
 def peer_entry(

@@ -56,8 +56,9 @@ def select_kernels(
 
     `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
     `quantization`: "int8" or "int4", of weights that are stored wider. `threads`: on a CPU, of all ranks together;
-    None: see `usable_cores`. `batch_invariant`: a row has the same bits in every batch. The native CPU kernels always
-    do that. `kv_dtype`: of the KV store; None: as the kernels choose for the model's dtype.
+    None: see `usable_cores`. `batch_invariant`: a row has the same bits in every batch. The native CPU kernels do that,
+    unless they use a matrix unit, which is for models of 16 bits. `kv_dtype`: of the KV store; None: as the kernels
+    choose for the model's dtype.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
@@ -104,10 +105,14 @@ def _cpu_choice(
     if needs is not None and needs.dim > MAX_HEAD_DIM:
         library, why_not = None, f"heads of {needs.dim} numbers are wider than {MAX_HEAD_DIM}"
     if library is not None:
-        kernels = NativeKernels(library, cores.num_threads, quantization, kv_dtype)
+        sixteen_bits = needs is not None and needs.dtype is not torch.float32
+        kernels = NativeKernels(
+            library, cores.num_threads, quantization, kv_dtype, matrix_unit=sixteen_bits and not batch_invariant
+        )
         # What is left to torch is small, and its own threads would spin while they wait.
         torch.set_num_threads(1)
-        reason = f"the device is the CPU: native kernels for {library.name}, {_describe_threads(cores)}"
+        unit = ", many tokens on its matrix unit" if kernels.uses_matrix_unit else ""
+        reason = f"the device is the CPU: native kernels for {library.name}{unit}, {_describe_threads(cores)}"
         return KernelChoice(kernels, reason, draw_tokens=kernels.draw_tokens, stored_encodings=STORED_ENCODINGS)
     if quantization is not None:
         raise ConfigError(

@@ -39,6 +39,11 @@ _AVX512_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx5
 # The best first.
 VARIANTS = {
     "x86_64": (
+        Variant(
+            "amx_bf16",
+            (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+            _AVX512 | {"avx512_vnni", "amx_tile", "amx_bf16"},
+        ),
         Variant("avx512_vnni", (*_AVX512_FLAGS, "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
         Variant("avx512", _AVX512_FLAGS, _AVX512),
         Variant("avx_vnni", ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), _AVX2 | {"avx_vnni"}),

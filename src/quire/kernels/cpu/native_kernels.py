@@ -2,7 +2,7 @@
 
 Activations are float32. Weights are as stored: 4 to 8 bits, 16-bit or float32; with less than 16 bits, activations are
 rounded to 16 bits in groups of 32 for each product. All layers of a step are one call. Results do not depend on the
-batch.
+batch, unless many tokens are computed in bfloat16 on a matrix unit (AMX).
 """
 
 import ctypes
@@ -64,17 +64,24 @@ class NativeKernels:
         num_threads: int,
         quantization: str | None = None,
         kv_dtype: torch.dtype | None = None,
+        *,
+        matrix_unit: bool = False,
     ) -> None:
         self._library = library
         self._call = library.functions
         self._quantization = quantization
         self._kv_dtype = kv_dtype
-        self.workspace = self._call.quire_open(num_threads)
+        self.workspace = self._call.quire_open(num_threads, matrix_unit)
         weakref.finalize(self, self._call.quire_close, self.workspace)
 
     @property
     def variant(self) -> str:
         return self._library.name
+
+    @property
+    def uses_matrix_unit(self) -> bool:
+        """Whether many tokens are computed in bfloat16 on one: it was asked for, and is there."""
+        return bool(self._call.quire_uses_matrix_unit(self.workspace))
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32

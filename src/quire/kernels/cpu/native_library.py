@@ -244,7 +244,8 @@ class NativeProfile(Structure):
 
 
 _FUNCTIONS = {
-    "quire_open": (c_void_p, (c_int32,)),
+    "quire_open": (c_void_p, (c_int32, c_int32)),
+    "quire_uses_matrix_unit": (c_int32, (c_void_p,)),
     "quire_close": (None, (c_void_p,)),
     "quire_set_threads": (None, (c_void_p, c_int32)),
     "quire_active_threads": (c_int32, (c_void_p,)),

@@ -6,7 +6,8 @@ using namespace quire;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void* quire_open(int32_t num_threads) { return new Workspace(num_threads); }
+EXPORT void* quire_open(int32_t num_threads, int32_t matrix_unit) { return new Workspace(num_threads, matrix_unit != 0); }
+EXPORT int32_t quire_uses_matrix_unit(void* workspace) { return static_cast<Workspace*>(workspace)->all.scratch.matrix_unit; }
 EXPORT void quire_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
 // active: how many threads compute from now on; 0: as many as other programs leave cores for.
 EXPORT void quire_set_threads(void* workspace, int32_t active) {
@@ -39,7 +40,8 @@ EXPORT void quire_linear(void* workspace, const Linear* weight, const float* x, 
 
 // The operations of a layer one by one. query: [tokens, stride]; out: [tokens, heads * dim].
 EXPORT void quire_attend(void* workspace, const Heads* heads, const Step* step, int32_t window, const float* query, int64_t stride, float* out) {
-    StepAttention attention(*heads, step->num_sequences, step->tables, step->table_width, step->starts, step->lengths);
+    StepAttention attention(*heads, step->num_sequences, step->tables, step->table_width, step->starts, step->lengths,
+                            static_cast<Workspace*>(workspace)->all.scratch.matrix_unit);
     attention.attend(static_cast<Workspace*>(workspace)->pool, layer_of(*step, 0), window, query, stride, out);
 }
 

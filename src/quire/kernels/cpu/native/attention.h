@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kv_pages.h"
+#include "matrix_attention.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -103,6 +104,7 @@ struct TileBuffers {
     std::vector<float> highest, factors, sums;  // of the softmax of a split, as `SoftmaxRows`
     std::vector<Seen> seen;
     std::vector<Softmax> split_softmax, softmax;
+    MatrixAttention matrix;
     void reserve(int rows, int padded) {
         const size_t whole = (size_t)(rows + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes;
         highest.resize(whole);
@@ -111,10 +113,11 @@ struct TileBuffers {
         seen.resize(rows);
         keys.resize((size_t)padded * kKeys);
         values.resize((size_t)padded * kKeys);
-        scores.resize((size_t)std::min(rows, kRowsAtOnce) * kKeys);
+        const size_t tiles = (size_t)(rows + kTileTokens - 1) / kTileTokens * kTileTokens;  // whole tiles are stored
+        scores.resize(std::min<size_t>(tiles, kRowsAtOnce) * kKeys);
         queries.resize((size_t)rows * padded);
-        split.resize((size_t)rows * padded);
-        output.resize((size_t)rows * padded);
+        split.resize(tiles * padded);
+        output.resize(tiles * padded);
         split_softmax.resize(rows);
         softmax.resize(rows);
     }
@@ -362,9 +365,11 @@ static inline void each_rows(const Seen* seen, int rows, int keys, const Body& b
 // Rows of queries over keys [first, last) of one split. Row r is at position + r / group. queries: [rows, padded],
 // scaled; out: [rows, padded], not divided by the total.
 static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* table, int key_head, int window, int position, const float* queries,
-                         int rows, int first, int last, TileBuffers& buffers, float* out, Softmax* softmax) {
+                         int rows, int first, int last, bool matrix_unit, TileBuffers& buffers, float* out, Softmax* softmax) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
     const bool direct = rows <= kDirectRows && kv.block_size % Simd::kLanes == 0 && heads.dim % Simd::kLanes == 0;
+    matrix_unit = matrix_unit && MatrixAttention::possible(rows, heads.dim);
+    if (matrix_unit) buffers.matrix.set_queries(queries, rows, heads.dim);
     std::fill(out, out + (size_t)rows * padded, 0.0f);
     std::fill(buffers.highest.begin(), buffers.highest.end(), Softmax().highest);
     std::fill(buffers.sums.begin(), buffers.sums.end(), 0.0f);
@@ -377,11 +382,20 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
             continue;
         }
         load_tile(kv, table, key_head, heads.dim, base, std::max(0, first - base), keys, buffers);
+        if (matrix_unit) buffers.matrix.set_keys_and_values(buffers.keys.data(), buffers.values.data(), keys);
         for (int r = 0; r < rows; r += kRowsAtOnce) {
             const Seen* seen = buffers.seen.data() + r;
             const int some = std::min(kRowsAtOnce, rows - r);
             const SoftmaxRows state{buffers.highest.data() + r, buffers.factors.data() + r, buffers.sums.data() + r * Simd::kLanes};
             float* scores = buffers.scores.data();
+            if (matrix_unit) {
+                const int visible = seen[some - 1].visible;
+                buffers.matrix.score(r, some, visible, scores);
+                weigh_rows(scores, seen, some, heads.softcap, kv.format == kInt8 ? &buffers.scales : nullptr, state);
+                for (int i = 0; i < some; i++) scale_row(out + (int64_t)(r + i) * padded, state.factors[i], padded);
+                buffers.matrix.add_values(scores, some, visible, out + (int64_t)r * padded);
+                continue;
+            }
             each_rows(seen, some, kKeys, [&](int i, int count, int visible) {
                 product<false>(queries + (int64_t)(r + i) * padded, padded, count, buffers.keys.data(), kKeys, heads.dim, scores + i * kKeys, kKeys,
                                (visible + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes);
@@ -436,7 +450,7 @@ static inline void load_queries(const float* query, int64_t stride, const Heads&
 }
 
 // Tokens [first, first + count) of a sequence, with all query heads of a key head. query, out: [tokens, stride].
-static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& sequence, int window, int key_head, int first, int count,
+static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& sequence, int window, int key_head, int first, int count, bool matrix_unit,
                         const float* query, int64_t query_stride, float* out, int64_t out_stride, TileBuffers& buffers) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim), rows = group * count;
     buffers.reserve(rows, padded);
@@ -448,7 +462,7 @@ static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& s
         float* output = (base == begin ? buffers.output : buffers.split).data();
         Softmax* softmax = (base == begin ? buffers.softmax : buffers.split_softmax).data();
         attend_split(kv, heads, sequence.table, key_head, window, position, buffers.queries.data(), rows, std::max(base, lowest),
-                     std::min(base + kKeysPerSplit, last), buffers, output, softmax);
+                     std::min(base + kKeysPerSplit, last), matrix_unit, buffers, output, softmax);
         for (int r = 0; base != begin && r < rows; r++)
             add_split(buffers.split_softmax[r], buffers.split.data() + r * padded, buffers.softmax[r], buffers.output.data() + r * padded, padded);
     }
@@ -464,8 +478,9 @@ static void attend_tile(const KvLayer& kv, const Heads& heads, const Sequence& s
 class StepAttention {
 public:
     // tables: [sequences, width]; starts: [sequences + 1]; lengths: [sequences], 0 for padding.
-    StepAttention(const Heads& heads, int num_sequences, const int32_t* tables, int64_t width, const int32_t* starts, const int32_t* lengths)
-        : heads_(heads), padded_(padded_dim(heads.dim)) {
+    StepAttention(const Heads& heads, int num_sequences, const int32_t* tables, int64_t width, const int32_t* starts, const int32_t* lengths,
+                  bool matrix_unit)
+        : heads_(heads), padded_(padded_dim(heads.dim)), matrix_unit_(matrix_unit) {
         const int tokens_per_tile = std::max(1, kMaxTileRows / (heads.queries / heads.keys));
         for (int s = 0; s < num_sequences; s++) {
             const Sequence sequence{starts[s], starts[s + 1] - starts[s], lengths[s], tables + s * width};
@@ -492,7 +507,7 @@ public:
         pool.run(num_tasks, [&](int task, int thread) {
             if (task < num_tiles) {
                 const Tile& tile = tiles_[task];
-                attend_tile(kv, heads_, tile.sequence, window, tile.key_head, tile.first, tile.count,
+                attend_tile(kv, heads_, tile.sequence, window, tile.key_head, tile.first, tile.count, matrix_unit_,
                             query + tile.sequence.first_token * query_stride, query_stride,
                             out + tile.sequence.first_token * out_stride, out_stride, buffers_[thread]);
             } else {
@@ -530,7 +545,7 @@ private:
         load_queries(query + split.token * query_stride, query_stride, heads_, key_head, group, buffers.queries.data());
         const int first = window > 0 ? std::max(split.first, split.position - window + 1) : split.first;
         attend_split(kv, heads_, split.table, key_head, window, split.position, buffers.queries.data(), group, std::min(first, split.last), split.last,
-                     buffers, split_outputs_.data() + place * padded_, split_softmax_.data() + place);
+                     false, buffers, split_outputs_.data() + place * padded_, split_softmax_.data() + place);
     }
     void merge(const Query& query, int head, float* out) {
         float* first = split_outputs_.data() + head_of_split(query.first_split, head) * padded_;
@@ -542,6 +557,7 @@ private:
 
     const Heads heads_;
     const int padded_;
+    const bool matrix_unit_;  // for tiles of queries
     std::vector<Tile> tiles_;
     std::vector<Query> queries_;
     std::vector<Split> splits_;

@@ -105,7 +105,7 @@ class Forward {
 public:
     Forward(Workspace& workspace, const Model& model, const Step& step)
         : w_(workspace), model_(model), step_(step),
-          attention_(model.heads, step.num_sequences, step.tables, step.table_width, step.starts, step.lengths) {}
+          attention_(model.heads, step.num_sequences, step.tables, step.table_width, step.starts, step.lengths, workspace.all.scratch.matrix_unit) {}
 
     // residual: [tokens, hidden], embedded; out: [selected or tokens, hidden]. Between, out has the normed rows.
     void run(float* residual, float* out) {

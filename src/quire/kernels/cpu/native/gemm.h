@@ -2,8 +2,8 @@
 #pragma once
 #include <vector>
 
+#include "matrix_gemm.h"
 #include "pack.h"
-#include "strip_tiles.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -33,11 +33,13 @@ struct QuantizedPanel {
     static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
         quantized_tile<F, kTokens, kVectors>(panel, 4 * row, x.quantized.from(token, x.width), x.width, out, stride);
     }
-    // Whether panels with `rows` rows in all are done, strip by strip.
-    static bool strips(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    // Whether panels with `rows` rows in all are done, for many tokens at once.
+    static bool at_once(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+        if constexpr (kMatrixProducts)
+            if (x.tiles) matrix_panels<F>(panels, rows, x, token, end, out, stride);
         if constexpr (kStripProducts)
             if (x.strips) strip_panels<F>(panels, rows, x, token, end, out, stride);
-        return x.strips != nullptr;
+        return x.tiles || x.strips;
     }
 };
 
@@ -49,7 +51,14 @@ struct PlainPanel {
     static inline void tile(const uint8_t* panel, int row, const Rows& x, int64_t token, float* out, int64_t stride) {
         plain_tile<F, kTokens, kVectors>(panel, row, x.values + token * x.width, x.width, out, stride);
     }
-    static bool strips(const uint8_t*, int, const Rows&, int64_t, int64_t, float*, int64_t) { return false; }
+    static bool at_once(const uint8_t* panels, int rows, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+        if constexpr (kMatrixProducts && !std::is_same_v<F, F32>)
+            if (x.tiles) {
+                matrix_panels<F>(panels, rows, x, token, end, out, stride);
+                return true;
+            }
+        return false;
+    }
 };
 
 // A panel for all tokens from `token` to `end`: as many at once as registers allow.
@@ -72,7 +81,7 @@ template <class Panel>
 static void multiply_panels(const Segment& segment, int first, int last, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
     const int64_t bytes = Panel::bytes(x.width);
     const int all = std::min(last * kPanelRows, segment.num_rows) - first * kPanelRows;
-    if (Panel::strips(segment.data + first * bytes, all, x, token, end, out + token * stride + first * kPanelRows, stride)) return;
+    if (Panel::at_once(segment.data + first * bytes, all, x, token, end, out + token * stride + first * kPanelRows, stride)) return;
     for (int panel = first; panel < last; panel++) {
         const int rows = std::min(kPanelRows, segment.num_rows - panel * kPanelRows);
         float* target = out + token * stride + panel * kPanelRows;
@@ -105,18 +114,25 @@ static inline Multiply multiply_for(int32_t format) {
     }
 }
 
+template <class F>
+static void gate_at_once(const uint8_t* gates, const uint8_t* values, int32_t activation, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    if constexpr (kMatrixProducts)
+        if (x.tiles) return matrix_gate<F>(gates, values, activation, x, token, end, out, stride);
+    strip_gate<F>(gates, values, activation, x, token, end, out, stride);
+}
+
 using Gate = void (*)(const uint8_t*, const uint8_t*, int32_t, const Rows&, int64_t, int64_t, float*, int64_t);
 
 // Null for formats whose gates are computed after the products.
 static inline Gate gate_for(int32_t format) {
     if constexpr (kStripProducts) switch (format) {
-        case kInt8: return strip_gate<EightBits>;
-        case kInt4: return strip_gate<FourBits<8, false>>;
-        case kInt4Minimum: return strip_gate<FourBits<0, true>>;
-        case kInt4NonLinear: return strip_gate<NonLinearFourBits>;
-        case kInt5: return strip_gate<FiveBits<16, false>>;
-        case kInt5Minimum: return strip_gate<FiveBits<0, true>>;
-        case kInt6: return strip_gate<SixBits>;
+        case kInt8: return gate_at_once<EightBits>;
+        case kInt4: return gate_at_once<FourBits<8, false>>;
+        case kInt4Minimum: return gate_at_once<FourBits<0, true>>;
+        case kInt4NonLinear: return gate_at_once<NonLinearFourBits>;
+        case kInt5: return gate_at_once<FiveBits<16, false>>;
+        case kInt5Minimum: return gate_at_once<FiveBits<0, true>>;
+        case kInt6: return gate_at_once<SixBits>;
     }
     return nullptr;
 }
@@ -127,7 +143,7 @@ template <class Pool>
 static inline bool gated_linear(Pool& pool, const Linear& weight, const Rows& x, int64_t tokens, int32_t activation, float* out) {
     const int width = weight.width_out / 2, num_panels = width / kPanelRows;
     const Gate gate = weight.num_segments == 1 ? gate_for(weight.segments->format) : nullptr;
-    if (!x.strips || !gate || weight.bias || width % kPanelRows) return false;
+    if (!(x.strips || x.tiles) || !gate || weight.bias || width % kPanelRows) return false;
     const int64_t bytes = panel_bytes(weight.segments->format, weight.width_in);
     for (int64_t token = 0; token < tokens; token += kTokensAtOnce) {
         const int64_t end = std::min<int64_t>(token + kTokensAtOnce, tokens);
@@ -147,7 +163,7 @@ static inline void linear(Pool& pool, const Linear& weight, const Rows& x, int64
         const int64_t end = std::min<int64_t>(token + kTokensAtOnce, tokens);
         int num_panels = 0;
         for (int s = 0; s < weight.num_segments; s++) num_panels += (weight.segments[s].num_rows + kPanelRows - 1) / kPanelRows;
-        const int unit = x.strips ? kStripPanels : 1;
+        const int unit = x.tiles ? 2 : x.strips ? kStripPanels : 1;
         const int share = std::max(1, num_panels / (pool.num_active() * 8 * unit)) * unit;
         const int num_tasks = (num_panels + share - 1) / share;
         pool.run(num_tasks, [&](int task, int) {

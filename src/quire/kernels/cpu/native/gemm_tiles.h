@@ -25,6 +25,7 @@ struct Rows {
     const float* values;   // [tokens, width]
     Quantized quantized;   // where some weight is quantized
     const int32_t* strips;  // or these, of many tokens: `StripGroup`s, strip by strip
+    const uint16_t* tiles;   // or these, for the matrix unit: bfloat16, [tokens / 16, groups, 16, 32]
     int width;
 };
 

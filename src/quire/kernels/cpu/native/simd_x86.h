@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AMX_BF16__)
+#define QUIRE_MATRIX_UNIT
+#endif
+
 namespace quire {
 
 static inline int32_t two_words(const int8_t* p) {

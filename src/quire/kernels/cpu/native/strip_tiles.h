@@ -47,7 +47,11 @@ constexpr int kStripVectors = 2;
 constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
 constexpr int kStripGroups = 6;          // whose words, and the activations of a strip, fit the first cache
 constexpr int kFewestStripTokens = 5;    // of a step: fewer are as fast without
+#if defined(QUIRE_MATRIX_UNIT)
+constexpr int kTokensAtOnce = 256;
+#else
 constexpr int kTokensAtOnce = 120;       // whole strips, so that their activations stay in the cache of a core
+#endif
 
 // A group of the weights of kVectors vectors of rows: codes as words, two inputs in a lane.
 template <int kVectors>

@@ -47,6 +47,7 @@ private:
 struct Scratch {
     Buffer quantized, projected, gate_up, gated;
     Profile profile{};
+    bool matrix_unit = false;
 };
 
 struct OneThread {  // as `ThreadPool`, without other threads
@@ -106,8 +107,9 @@ private:
     // Rows to multiply with: quantized first, if the weight is.
     Rows rows(const float* x, int64_t tokens, const Linear& weight) {
         const int width = weight.width_in, groups = width / kGroup;
-        if (!weight.quantized) return {x, {}, nullptr, width};
-        if (use_strips(tokens)) return {x, {}, quantize_strips(x, tokens, width), width};
+        if (use_matrix_unit(tokens, weight)) return {x, {}, nullptr, to_tiles(x, tokens, width), width};
+        if (!weight.quantized) return {x, {}, nullptr, nullptr, width};
+        if (use_strips(tokens)) return {x, {}, quantize_strips(x, tokens, width), nullptr, width};
         auto* memory = static_cast<uint8_t*>(scratch.quantized.bytes((size_t)tokens * groups * (kGroupBytes + 16)));
         Quantized all;
         all.scales = reinterpret_cast<float*>(memory);
@@ -115,7 +117,26 @@ private:
         all.half_sums = reinterpret_cast<int32_t*>(all.sums + tokens * groups);
         all.codes = reinterpret_cast<int8_t*>(all.half_sums + 2 * tokens * groups);
         each_token(tokens, [&](int64_t t) { quantize_row(x + t * width, width, all.from(t, width)); });
-        return {x, all, nullptr, width};
+        return {x, all, nullptr, nullptr, width};
+    }
+    bool use_matrix_unit(int64_t tokens, const Linear& weight) const {
+        if constexpr (!kMatrixProducts) return false;
+        if (!scratch.matrix_unit || tokens < kFewestMatrixTokens || weight.width_in % kGroup) return false;
+        for (int s = 0; s < weight.num_segments; s++)
+            if (weight.segments[s].format != kFloat32) return true;
+        return false;
+    }
+    const uint16_t* to_tiles(const float* x, int64_t tokens, int width) {
+        if constexpr (kMatrixProducts) {
+            const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens + 1, numbers = (int64_t)width * kTileTokens;
+            auto* all = static_cast<uint16_t*>(scratch.quantized.bytes(tiles * numbers * sizeof(uint16_t)));
+            pool_.run((int)tiles - 1, [&](int tile, int) {
+                const int64_t first = (int64_t)tile * kTileTokens;
+                tile_tokens(x + first * width, (int)std::min<int64_t>(kTileTokens, tokens - first), width, width, all + tile * numbers);
+            });
+            return all;
+        }
+        return nullptr;
     }
     static bool use_strips(int64_t tokens) {
         if constexpr (kStripProducts) return tokens >= kFewestStripTokens;
@@ -141,7 +162,11 @@ private:
 
 class Workspace {
 public:
-    explicit Workspace(int num_threads) : pool(num_threads), own_(num_threads) {}
+    // matrix_unit: whether many tokens are computed on one, if this CPU and its system have it.
+    Workspace(int num_threads, bool matrix_unit) : pool(num_threads), own_(num_threads) {
+        shared_.matrix_unit = matrix_unit && request_matrix_unit();
+        for (Scratch& each : own_) each.matrix_unit = shared_.matrix_unit;
+    }
 
     // Calls body(worker, first, count) for all tokens: with one worker for a few of them, which share the weights; for many,
     // block by block with a worker for each thread, so that the rows of a block stay in the cache of its core.
@@ -149,12 +174,12 @@ public:
     void each_block(int64_t tokens, const Body& body) {
         const int threads = pool.num_active();
         if (tokens < (int64_t)threads * kFewestBlockTokens) return body(all, 0, tokens);
-        const int64_t strips = (tokens + kStripTokens - 1) / kStripTokens, most = (int64_t)threads * kTokensAtOnce;
+        const int64_t strips = (tokens + kBlockUnit - 1) / kBlockUnit, most = (int64_t)threads * kTokensAtOnce;
         const int blocks = (int)((tokens + most - 1) / most) * threads;
         const int64_t began = now_ns(CLOCK_MONOTONIC);
         const Profile before = own_[0].profile;
         pool.run(blocks, [&](int block, int thread) {
-            const int64_t first = strips * block / blocks * kStripTokens, last = std::min(tokens, strips * (block + 1) / blocks * kStripTokens);
+            const int64_t first = strips * block / blocks * kBlockUnit, last = std::min(tokens, strips * (block + 1) / blocks * kBlockUnit);
             OneThread alone;
             Worker<OneThread> worker(alone, own_[thread]);
             if (first < last) body(worker, first, last - first);
@@ -176,6 +201,7 @@ public:
     Buffer qkv, attended, gathered, embedded, normed, logits;
 
 private:
+    static constexpr int64_t kBlockUnit = kMatrixProducts ? kMatrixTokens : kStripTokens;
     static constexpr int64_t kFewestBlockTokens = 48;  // of each thread: with fewer, converting weights for each of them shows
 
     Scratch shared_;
