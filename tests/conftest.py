@@ -18,6 +18,7 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
+from quire.kernels.cpu.native_build import CHOICE_VARIABLE, cpu_flags
 from tests.shallow_model import write_shallow_model
 from tests.tiers import HAS_GPU, LONG_VARIABLE, is_long
 
@@ -26,6 +27,9 @@ if not HAS_GPU:
 # One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
 # for one another take the cores that others need, and what takes a second takes minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests compare the bits of one batch with those of another, and on a matrix unit these differ: it has tests of its own.
+if "amx_bf16" in cpu_flags():
+    os.environ.setdefault(CHOICE_VARIABLE, "avx512_vnni")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background (`nohup make test &`)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send Ctrl-C, to themselves and to their children

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from quire.kernels import select
 from quire.kernels.attention_backends import AttentionNeeds
-from quire.kernels.cpu.native_build import VARIANTS, Variant, compile_variant, compiler, cpu_flags
+from quire.kernels.cpu.native_build import (
+    Variant,
+    cache_folder,
+    compile_variant,
+    compiler,
+    cpu_flags,
+    find_library,
+    known_variants,
+)
 from quire.kernels.cpu.native_kernels import NativeKernels
-from quire.kernels.cpu.native_library import NativeLibrary, load_native
+from quire.kernels.cpu.native_library import NativeLibrary
 from quire.kernels.interface import AttentionRule
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
@@ -32,16 +40,16 @@ ROUNDING = 2**-8 + 2**-15  # of two factors in bfloat16
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    loaded = load_native()
-    if loaded is not None and loaded.name.startswith("amx"):
-        return loaded
-    plain = next((variant for variant in VARIANTS.get("x86_64", ()) if variant.name == "avx512"), None)
-    if plain is None or not plain.features <= cpu_flags() or compiler() is None:
+    variants = {variant.name: variant for variant in known_variants() if variant.features <= cpu_flags()}
+    if "avx512" not in variants or compiler() is None:
         pytest.skip("needs a CPU with AVX-512, and a C++ compiler")
+    if unit := variants.get("amx_bf16"):
+        return NativeLibrary(unit.name, find_library(unit) or compile_variant(unit, cache_folder()))
     if not is_long():
         pytest.skip("this CPU has no AMX, and compiling an emulation takes 30 s: pytest --long")
     header = Path(__file__).with_name("emulated_matrix_unit.h")
-    emulated = Variant("emulated", (*plain.flags, "-include", str(header)), plain.features)
+    flags = (*variants["avx512"].flags, "-include", str(header))
+    emulated = Variant("emulated", flags, variants["avx512"].features)
     return NativeLibrary("emulated", compile_variant(emulated, tmp_path_factory.mktemp("emulated")))
 
 
