@@ -1,7 +1,10 @@
-"""Requests that no advisory names: long texts, lists and chunks within their limits, odd framing, upgrades.
+"""Requests that no advisory names: long texts, lists and chunks within their limits, odd framing, upgrades, grammars
+of every API, forms and ids.
 
 What is bounded rather than refused may be answered. The control request after each shows that nobody else pays.
 """
+
+from collections.abc import Callable
 
 from tests.attack.advisories import ANSWERED, IGNORED, REFUSED, USER, Case, chat, completion, http, parts
 
@@ -106,5 +109,94 @@ def framing() -> list[Case]:
     ]  # fmt: skip
 
 
+def nested(depth: int, wrap: Callable[[object], object], inner: object) -> object:
+    for _ in range(depth):
+        inner = wrap(inner)
+    return inner
+
+
+PAIR = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
+SCHEMAS: dict[str, object] = {
+    "pattern properties": {"patternProperties": {f"^(a|b){{1,50}}.*{n}$": {"type": "string"} for n in range(200)}},
+    "products of arrays": nested(
+        5, lambda inner: {"type": "array", "items": inner, "minItems": 50, "maxItems": 5000}, PAIR
+    ),
+    "60,000 values": {"enum": [f"value number {n}" for n in range(60_000)]},
+    "20,000 properties": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20_000)}},
+    "nested repetitions": {"type": "string", "pattern": "^((a{1,90}){1,90}){1,90}$"},
+    "letters of all scripts": {"type": "string", "pattern": r"^[\p{L}\p{N}\p{Sc}]{1,4000}$"},
+    "cases that double": {
+        "$defs": {f"d{n}": {"if": {"$ref": f"#/$defs/d{n + 1}"}, "then": {"$ref": f"#/$defs/d{n + 1}"}}
+                  for n in range(20)} | {"d20": PAIR},
+        "$ref": "#/$defs/d0",
+    },
+    "dependent schemas": {"dependentSchemas": {f"p{n}": {"required": [f"p{n + 1}"]} for n in range(40)}},
+    "a type that is a list of lists": {"type": ["string", ["x"], None, 5]},
+}  # fmt: skip
+REGEXES = [r"[\p{L}&&[^\p{Lu}]]{1,3000}", r"(\p{Han}|\p{Hiragana}|\p{Arabic}){0,2000}x", "(?i)" + "[a-zß-ÿſK]" * 300,
+           "(.{0,300}x){100}", "(a|b)*a(a|b){22}", "(|||||a)*" * 200, "(" * 3000 + "a" + ")" * 3000]  # fmt: skip
+LARKS = ["start: s\ns: s s | s s s | \"a\" | ", "start: (a|b|c)*\na: \"x\"*\nb: \"x\"+\nc: \"x\"?",
+         "\n".join(["start: r0", *(f"r{n}: r{n + 1} r{n + 1}" for n in range(40)), 'r40: "a"']),
+         'start: ("a"{1,1000}){1,1000}', "%ignore /(a|aa)*/\nstart: \"b\"+"]  # fmt: skip
+
+
+def grammars_of_every_api() -> list[Case]:
+    """Constraints where each API has them. What the grammar allows may be generated: 16 tokens at most."""
+    bounded = frozenset({200, 400, 422})
+    cases = []
+    for name, schema in SCHEMAS.items():
+        tool = {"name": "f", "input_schema": schema}
+        text = {"format": {"type": "json_schema", "name": "s", "schema": schema, "strict": True}}
+        parameters = {"max_new_tokens": 16, "grammar": {"type": "json", "value": schema}}
+        chatted = {"messages": USER, "stream": False, "format": schema, "options": {"num_predict": 16}}
+        called_for = {"messages": USER, "max_tokens": 16, "tools": [tool], "tool_choice": {"type": "any"}}
+        sent = {
+            "Ollama": http("/api/chat", chatted),
+            "Responses": http("/v1/responses", {"input": "hi", "max_output_tokens": 16, "text": text}),
+            "Anthropic": http("/v1/messages", called_for),
+            "TGI": http("/generate", {"inputs": "hi", "parameters": parameters}),
+            "llama.cpp": http("/completion", {"prompt": "hi", "n_predict": 16, "json_schema": schema}),
+        }
+        cases += [Case("N", f"{name} for {api}", each, bounded) for api, each in sent.items()]
+    for place, regex in enumerate(REGEXES):
+        cases.append(Case("N", f"regex {place}", completion(structured_outputs={"regex": regex}), bounded))
+    for place, lark in enumerate(LARKS):
+        cases.append(Case("N", f"Lark {place}", completion(structured_outputs={"grammar": lark}), bounded))
+    return cases
+
+
+def files_and_ids() -> list[Case]:
+    """Forms, file names, ids and numbers that no client of good will sends."""
+
+    def form(boundary: str, *, name: str = "a", more: bytes = b"") -> bytes:
+        mark = b"--" + boundary.encode()
+        purpose = mark + b'\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        file = b'\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\n{}\r\n' % name.encode()
+        body = purpose + more + mark + file + mark + b"--\r\n"
+        return http("/v1/files", body, headers={"Content-Type": f"multipart/form-data; boundary={boundary}"})
+
+    field = b'--x\r\nContent-Disposition: form-data; name="n%d"\r\n\r\n1\r\n'
+    window = {"input_file_id": "file-" + "0" * 32, "endpoint": "/v1/completions", "completion_window": "9" * 4000 + "h"}
+    digits = "9" * 5000
+    paths = ["/v1/files/..%2f..%2fetc%2fpasswd", "/v1/files/%00/content", "/v1/batches/..%2fx", "/v1/responses/%00",
+             f"/v1/responses/{digits}", "/v1/responses/resp_x?stream=true&starting_after=" + digits]  # fmt: skip
+    return [
+        *group(
+            REFUSED, a_long_boundary=form("b" * 300),
+            many_fields=form("x", more=b"".join(field % n for n in range(5000))),
+            two_files=form("x", more=b'--x\r\nContent-Disposition: form-data; name="file"; filename="b"\r\n\r\n1\r\n'),
+            headers_of_a_part=form("x", more=b"--x\r\n" + b"X: y\r\n" * 100_000 + b"\r\n1\r\n"),
+            a_limit_that_is_no_number=http("/v1/files?limit=%C2%B2", method="GET"),
+            another_endpoint=http("/v1/batches", {**window, "endpoint": "/abort_requests"}),
+        ),
+        *group(IGNORED, a_file_above_the_folder=form("x", name="../../../etc/passwd"), a_NUL=form("x", name="a\0b")),
+        *group(frozenset({404}), a_window_of_4000_digits=http("/v1/batches", window)),
+        *(Case("N", f"GET {path[:40]}", http(path, method="GET"), frozenset({404})) for path in paths),
+        *(Case("N", f"explain {number[:9]}", http(f"/engine/requests/{number}/explain", method="GET"), frozenset({403}))
+          for number in (digits, "-1", "%E0%A5%A7", "1_0")),
+        Case("N", "a body of HTTP/1.0", completion(max_tokens=1).replace(b"HTTP/1.1", b"HTTP/1.0"), IGNORED),
+    ]  # fmt: skip
+
+
 def more_requests() -> list[Case]:
-    return [*texts(), *lists(), *framing()]
+    return [*texts(), *lists(), *framing(), *grammars_of_every_api(), *files_and_ids()]

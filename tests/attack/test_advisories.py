@@ -64,19 +64,20 @@ def logged(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("advisories")
     keys, log = folder / "keys", folder / "log"
     keys.write_text("sk-hostile name=hostile\nsk-innocent name=innocent\n")
-    with log.open("w") as out, scripted(folder, "--api-key-file", str(keys), "--log-format", "json", stdout=out) as it:
+    options = ("--api-key-file", str(keys), "--log-format", "json", "--files-dir", str(folder / "files"))
+    with log.open("w") as out, scripted(folder, *options, stdout=out) as it:
         yield it, log
 
 
 def is_error(response: RawResponse) -> bool:
-    """Whether a body has the shape of an error of its API: OpenAI's, Anthropic's or TGI's."""
+    """Whether a body has the shape of an error of its API: OpenAI's, Anthropic's, TGI's or Ollama's."""
     try:
         body = json.loads(response.body)
     except ValueError:
         return False
     error = body.get("error")
     if isinstance(error, str):
-        return isinstance(body.get("error_type"), str)
+        return isinstance(body.get("error_type"), str) or body.keys() == {"error"}
     if body.get("type") == "error":
         return {"type", "message"} <= error.keys()
     return isinstance(error, dict) and {"message", "type", "param", "code"} == error.keys()

@@ -115,3 +115,26 @@ def test_masks_are_the_same_afterwards(num_rows: int, width: int, passes: tuple[
     assert found.passes == passes
     assert plain(found.rows) == plain(np.arange(num_rows, dtype=np.int32))
     assert plain(found.bits) == plain(bits)
+
+
+def test_a_plan_that_names_anything_but_blocks_repeats_no_step() -> None:
+    """A repeated step is computed without a look at the plan: a copy, a mask or a pause in it would be lost."""
+    place = Place(Tier.DEVICE, BlockId(1))
+    one = np.array([0], dtype=np.int32)
+    named: dict[str, object] = {
+        "moves": (Move(place, place),),
+        "releases": (Row(0),),
+        "starts": (RowStart(Row(0), SequenceId(0), 0, one, 1, 4, RowSampling()),),
+        "appends": (AppendTokens(Row(0), (5,)),),
+        "chunks": (Chunk(Row(0), 0, 1, ChunkOutput.SAMPLE),),
+        "pauses": (Row(0),),
+        "drafts": Drafts(one, one + 1),
+        "masked": (Row(0),),
+        "num_padding": 3,
+        "reset": True,
+    }
+    others = {"step", "grants", "num_decoding", "forced"}  # of rows with drafts
+    assert set(named) | others == {field.name for field in fields(StepPlan)}
+    assert StepPlan(7, grants=Grants(one, one), num_decoding=2).repeats
+    for name, value in named.items():
+        assert not StepPlan(7, **{name: value}).repeats, name  # type: ignore[arg-type]

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from quire.core.ids import RequestId
+from quire.core.moves import Tier
 from quire.core.oracle import continuation
 from quire.core.request import BlockOwner, Request
 from quire.core.sampling import RowSampling
 from quire.core.shared_blocks import MAX_LEASES, BlockAddress, LeaseEnded, PeerBlocks, SharedBlocks
 from quire.engine.prefix_transfer import (
     LEASE_S,
+    ImportDone,
     PrefixExports,
     PrefixImports,
     PrefixLease,
@@ -286,3 +288,108 @@ def test_another_layout_and_a_full_cache_are_refused() -> None:
     audit_rest(prefill.scheduler)
     audit_rest(decode.scheduler)
     prefill.kill()
+
+
+class Leased:
+    """A prompt of seven whole blocks, computed and leased."""
+
+    def __init__(self) -> None:
+        self.prompt = list(range(30))
+        self.prefill = Prefill(40, Clock())
+        self.exports = self.prefill.exports
+        self.prefill.add(0, self.prompt, 1)
+        while not self.prefill.scheduler.idle:
+            self.prefill.step()
+        self.lease = self.exports.lease("", self.prompt)
+
+    def reader(self, lease: PrefixLease | None = None) -> PeerBlocks:
+        return PeerBlocks((lease or self.lease).address, np.zeros((1, 0), dtype=np.uint8))
+
+
+def test_a_lease_ends_with_the_blocks_that_a_step_lost() -> None:
+    leased = Leased()
+    reader = leased.reader()
+    leased.prefill.scheduler.lose_steps(keep_cache=False)
+    leased.exports.expire()
+    assert len(leased.exports) == 0
+    with pytest.raises(LeaseEnded):
+        reader.check()
+
+
+def test_a_late_release_does_not_end_the_next_lease_of_its_slot() -> None:
+    leased = Leased()
+    old = leased.lease.address
+    leased.exports.release(old.slot, old.generation)
+    following = leased.exports.lease("", leased.prompt)
+    assert following.address.slot == old.slot
+    leased.exports.release(old.slot, old.generation)
+    leased.reader(following).check()
+
+
+def test_readers_know_of_the_end_of_a_lease_before_its_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    leased = Leased()
+    reader, scheduler, freed = leased.reader(), leased.prefill.scheduler, list[int]()
+
+    def release(number: int, *, written: bool) -> None:
+        with pytest.raises(LeaseEnded):
+            reader.check()
+        freed.append(number)
+
+    monkeypatch.setattr(scheduler, "release_prefix", release)
+    leased.exports.release(leased.lease.address.slot, leased.lease.address.generation)
+    assert len(freed) == 1
+
+
+def test_without_a_word_for_a_lease_nothing_stays_held() -> None:
+    leased = Leased()
+    while leased.prefill.shared.grant() is not None:
+        pass
+    with pytest.raises(TransferFailed):
+        leased.exports.lease("", leased.prompt)
+    assert len(leased.prefill.scheduler.kv.holds.held) == 1, "that of the first lease"
+
+
+def test_nothing_is_copied_into_room_that_was_lost_with_a_step() -> None:
+    leased, decode = Leased(), Side(40)
+    imports = PrefixImports(
+        decode.scheduler,
+        LAYOUT,
+        lambda address: OracleSource(address, leased.prefill.runner, decode.runner),
+        lambda: 0.0,
+    )
+    imports.begin(3, BlockOwner(RequestId(0), "", 0), leased.prompt, leased.lease)
+    before = decode.runner.read(Tier.DEVICE, range(1, 41))
+    decode.scheduler.lose_steps(keep_cache=False)
+    assert imports.advance() == ImportDone(3, 0, 0, TransferFailure.LEASE_ENDED)
+    assert decode.runner.read(Tier.DEVICE, range(1, 41)) == before
+
+
+def test_a_copy_that_its_lease_did_not_outlast_is_not_used() -> None:
+    shared = SharedBlocks(3, 8)
+    address = shared.grant()
+    assert address is not None
+
+    class Overtaken(np.ndarray):  # type: ignore[type-arg]
+        def __getitem__(self, block: object) -> object:
+            if shared.num_leases:
+                shared.revoke(address.slot)
+            return super().__getitem__(block)  # type: ignore[index]
+
+    peer = PeerBlocks(address, np.zeros((4, 8), dtype=np.uint8).view(Overtaken))
+    with pytest.raises(LeaseEnded):
+        peer.copy([1], [1])
+
+
+def test_no_prefix_is_held_while_copies_wait_for_a_plan() -> None:
+    """They may read blocks that are free by now, and would be given as room."""
+    decode = Side(8, num_host_blocks=8)
+    decode.add(0, range(24), 1)
+    while not decode.scheduler.idle:
+        decode.step()
+    scheduler, owner = decode.scheduler, BlockOwner(RequestId(1), "", 0)
+    other = np.arange(50, 58, dtype=np.int32)
+    held = scheduler.hold_prefix(owner, other, with_room=True)
+    assert held is not None
+    scheduler.release_prefix(held.number, written=False)
+    assert scheduler.shrink(4) == 4 and scheduler.kv.has_moves
+    assert scheduler.hold_prefix(owner, other, with_room=True) is None

@@ -113,6 +113,8 @@ def test_notes_change_nothing(compiler: GrammarCompiler) -> None:
     [
         {"$ref": "https://example.com/other.json"},
         {"type": "string", "format": "phone"},
+        {"type": "string", "format": ["date"]},
+        {"type": ["string", ["x"], None, 5]},
         {"format": "regex"},
         {"type": "array", "prefixItems": [{}], "additionalItems": False},
         {"type": "object", "minProperties": 2},

@@ -95,6 +95,16 @@ def test_a_step_waits_for_the_tokens_of_its_own_rows_only() -> None:
     assert [each.tolist() for each in decode_outcome(frames[4][1:])] == [[1], [41], [1]]
 
 
+def test_a_plan_waits_for_what_its_rows_got_and_for_those_it_releases() -> None:
+    """What a released row got is not for the sequence that has the row next."""
+    stage = first_stage()
+    stage.launch(PLANS[0])
+    assert stage.last_needed(StepPlan(1, num_decoding=1)) == 0
+    assert stage.last_needed(StepPlan(1, pauses=(Row(0),), releases=(Row(0),))) == 0
+    assert stage.last_needed(StepPlan(1, pauses=(Row(0),))) == -1
+    assert stage.last_needed(StepPlan(1, reset=True)) == -1
+
+
 def test_steps_that_were_lost_are_forgotten() -> None:
     again = [StepPlan(2, reset=True, starts=PLANS[0].starts, grants=PLANS[0].grants, chunks=PLANS[0].chunks)]
     with three_stages(answers(result(0, 0, 40), result(2, 0, 42))) as (runner, frames):

@@ -9,20 +9,41 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
+import msgspec
+import numpy as np
 import pytest
 
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
+from quire.core.shared_blocks import BlockAddress
+from quire.core.step import FinishReason
+from quire.core.step_output import FinishedSequence, StepOutput
+from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    ImportPrefix,
+    LeasePrefix,
+    LeaseReply,
+    QueryReply,
+    ReleaseLease,
+    RequestOptions,
+)
 from quire.engine.open_model import OpenedModel, open_model
-from quire.engine.prefix_transfer import EngineRole, TransferFailure
+from quire.engine.prefix_transfer import EngineRole, PrefixLease, TransferFailure
 from quire.sched.prompt_split import SplitChoice, choose
 from quire.server.async_engine import AsyncEngine
 from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.server.prefill_decode import PrefillEngines, SplitRequest
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 from quire.server.request_stream import RequestStream
+from tests.server.test_async_engine import INFO
 
+Message = TypeVar("Message")
 LINES = """{"step_ms": 20}
 {"say": "Hello there."}
 """
@@ -191,3 +212,104 @@ def test_copied_blocks_give_the_answer_of_one_engine(shallow_default: Path) -> N
             await split.assert_nothing_is_held()
 
     asyncio.run(body())
+
+
+class Wire(EngineProcess):
+    """In place of an engine process: what is sent to it. The test says what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sent: None, lambda: None)
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def newest(self, kind: type[Message]) -> Message:
+        return next(each for each in reversed(self.sent) if isinstance(each, kind))
+
+
+class Bench:
+    """A held request of a decode engine, its prompt on the way to a prefill engine; step by step, without processes."""
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self.now_s = 0.0
+        self.decode, self.prefill = (AsyncEngine(None, lambda: self.now_s) for _ in range(2))
+        self.wires = Wire(), Wire()
+        for engine, wire in zip((self.decode, self.prefill), self.wires, strict=True):
+            engine.listen()
+            engine.attach(wire, INFO)
+        self.split = PrefillEngines([self.prefill], lambda: self.now_s)
+        options = RequestOptions(timeout_s=timeout_s)
+        self.stream = self.decode.submit([7] * 112, SamplingParams(max_tokens=4), held=True, options=options)
+        self.split.begin(self.stream, self.decode, [], lambda: None)
+
+    async def computed(self) -> None:
+        """The prefill engine has computed the prompt, and leases its blocks."""
+        await turns()
+        number = self.wires[1].newest(AddRequest).number
+        ended = FinishedSequence(number, 0, FinishReason.LENGTH, np.array([5], np.int32), None, 0)
+        self.prefill.receive(Accepted(number, 0, 0))
+        self.prefill.receive(StepOutput(0, np.array([0], np.int64), np.array([5], np.int32), finished=(ended,)))
+        await turns()
+        lease = PrefixLease(BlockAddress(1, 2, 3, slot=4, generation=5, block_bytes=6), "layout", 96, [1])
+        token = self.wires[1].newest(LeasePrefix).token
+        self.prefill.receive(QueryReply(token, msgspec.json.encode(LeaseReply(lease))))
+        await turns()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_lease_ends_also_where_the_copy_fails() -> None:
+    async def events() -> None:
+        bench = Bench()
+        await bench.computed()
+        assert bench.wires[0].newest(ImportPrefix).lease.address.slot == 4
+        bench.decode.detach()
+        await turns()
+        assert bench.wires[1].newest(ReleaseLease) == ReleaseLease(4, 5)
+
+    asyncio.run(events())
+
+
+def test_a_prompt_whose_prefill_engine_ends_leaves_nothing_open() -> None:
+    async def events() -> None:
+        bench = Bench(timeout_s=5.0)
+        await turns()
+        assert bench.prefill.num_waiting_tokens == 96, "all but the block of the last token"
+        bench.now_s = 2.0
+        bench.prefill.detach()
+        await turns()
+        assert (bench.prefill.num_waiting_tokens, bench.decode.num_waiting_tokens) == (0, 112)
+        sent = bench.wires[0].newest(AddRequest)
+        assert sent.transfer is not None and sent.transfer.failure is TransferFailure.ENGINE_LOST
+        assert sent.options.timeout_s == 3.0, "the time that the prompt took counts"
+
+    asyncio.run(events())
+
+
+def test_a_client_that_leaves_ends_the_computation_of_its_prompt() -> None:
+    async def events() -> None:
+        bench = Bench()
+        await turns()
+        bench.stream.close()
+        await turns()
+        assert bench.wires[1].newest(AbortRequest).number == bench.wires[1].newest(AddRequest).number
+        assert not [each for each in bench.wires[0].sent if isinstance(each, AddRequest)]
+        assert not bench.split._tasks
+
+    asyncio.run(events())
+
+
+def test_a_split_prompt_is_counted_once() -> None:
+    async def events() -> None:
+        context = RequestContext("id", 0.0)
+        CURRENT_CONTEXT.set(context)
+        bench = Bench()
+        await bench.computed()
+        assert context.num_prompt_tokens == 112
+        bench.stream.close()
+
+    asyncio.run(events())

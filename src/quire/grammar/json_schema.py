@@ -268,14 +268,15 @@ def unsupported_keywords(part: SchemaChildren) -> Iterator[UnsupportedKeyword]:
 
 def _has_known_type(schema: dict[str, object]) -> bool:
     kinds = schema.get("type", "object")
-    return kinds in TYPES if isinstance(kinds, str) else isinstance(kinds, list) and bool(kinds) and set(kinds) <= TYPES
+    names = kinds if isinstance(kinds, list) else [kinds]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
 
 
 def _unsupported_strings(schema: dict[str, object]) -> Iterator[UnsupportedKeyword]:
     """Formats apply to strings only: with another type they have no effect."""
     name, types = schema.get("format"), schema.get("type", "string")
     of_strings = types == "string" or (isinstance(types, list) and "string" in types) or not _has_known_type(schema)
-    if name is not None and of_strings and name not in FORMATS:
+    if name is not None and of_strings and not (isinstance(name, str) and name in FORMATS):
         yield UnsupportedKeyword("format", f"{shown(name)} is not enforced ({_FORMAT_NAMES} are); use pattern")
     named = schema.get("patternProperties")
     patterns = {"pattern": [schema.get("pattern")], "patternProperties": list(named) if isinstance(named, dict) else []}

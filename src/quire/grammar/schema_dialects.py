@@ -63,7 +63,7 @@ def rewrite_dialects(root: dict[str, object], parts: Iterable[tuple[object, str]
         unset = [keyword for keyword, value in schema.items() if value is None and keyword != "const"]
         for keyword in (*unset, *_OF_DRAFTS):
             schema.pop(keyword, None)
-        if schema.get("format") in ANY_TEXT:
+        if isinstance(name := schema.get("format"), str) and name in ANY_TEXT:
             del schema["format"]
         if isinstance(reference := schema.get("$ref"), str):
             schema["$ref"] = _as_pointer(reference, places)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.core.errors import QueueFull
 from quire.server.admission import AdmissionControl, client_of
 from quire.server.async_engine import AsyncEngine
 from quire.server.engine_supervisor import Health
@@ -208,3 +209,25 @@ def advice_s(admission: AdmissionControl, client: Client) -> float:
     wait_s = refused.value.retry_after_s  # type: ignore[attr-defined]
     assert isinstance(wait_s, float)
     return wait_s
+
+
+def test_a_request_keeps_one_place_to_its_end_and_gives_the_others_back_with_their_prompts() -> None:
+    engine, client = AsyncEngine(None, Clock()), Client("a", known=True)
+    engine.attach(json, type("Info", (), {"max_num_seqs": 2}))  # type: ignore[arg-type]  # never used
+    admission = AdmissionControl(engine, lambda: Health.READY, max_waiting=0, max_waiting_tokens=100, clock=Clock())
+    place = admission.admit(client, None)
+    for num_tokens in (10, 20):
+        place.add_prompt(num_tokens)
+    assert (admission.num_held(client), admission.waiting_tokens.total) == (2, 30)
+    with pytest.raises(QueueFull):
+        place.add_prompt(40)
+    assert (admission.num_held(client), admission.waiting_tokens.total) == (2, 30), "what is refused counts for nothing"
+    for num_tokens in (10, 20):
+        place.start_prompt(num_tokens)
+        place.end_prompt()
+    assert (admission.num_held(client), admission.waiting_tokens.total) == (1, 0), "its response is on its way"
+    other = admission.admit(client, None)
+    for _ in range(2):
+        place.release()
+    assert admission.num_held(client) == 1, "a place is given back once"
+    other.release()
