@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from quire.cli import options
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.stats import EngineStats
@@ -61,6 +62,16 @@ def test_a_replica_needs_a_gpu_for_each_rank_and_a_cpu_for_each_thread() -> None
     assert needed_resources(EngineConfig(device="cpu"), [gpus]) == (1, 0)
     assert needed_resources(EngineConfig(device="cuda"), [cpus]) == (1, 1)
     check_room(ReplicaResources(4, 1), [cpus, gpus], ReplicaLimits(2, 8))
+
+
+def test_without_ray_the_flag_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict.fromkeys(("min_replicas", "downscale_delay_s", "prefill_engines", "kv_events", "record"))
+    monkeypatch.setattr(options, "_is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match=r'--ray needs ray: pip install "quire\[ray\]"'):
+        options.read_replica_limits({**given, "ray": True, "replicas": 1, "max_replicas": 4})
+    monkeypatch.setattr(options, "_is_installed", lambda name: True)
+    assert options.read_replica_limits({**given, "ray": True, "replicas": 1, "max_replicas": 4}) == (1, 4, 300.0)
+    assert options.read_replica_limits({**given, "ray": False, "replicas": 2, "max_replicas": None}) is None
 
 
 def test_a_cluster_without_room_is_refused_in_one_sentence() -> None:

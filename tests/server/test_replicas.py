@@ -25,6 +25,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.request_state import RequestState
 from quire.sched.prefix_router import CHUNK_TOKENS, PrefixRouter, prefix_hashes
 from quire.server.async_engine import AsyncEngine, EngineLost
+from quire.server.autoscaling import ReplicaLimits
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine, RestartRunning
 from quire.server.request_stream import RequestStream
@@ -90,7 +91,7 @@ def test_a_router_keeps_tenants_apart_and_forgets() -> None:
 class Replicas:
     """Two engine processes behind one client."""
 
-    def __init__(self, opened: OpenedModel, script: Path) -> None:
+    def __init__(self, opened: OpenedModel, script: Path, limits: ReplicaLimits | None = None) -> None:
         assert opened.tokenizer is not None
         self.tokenizer = opened.tokenizer
         engines = [AsyncEngine(opened.tokenizer, monotonic, rank, 2) for rank in range(2)]
@@ -100,7 +101,7 @@ class Replicas:
         self.engine = ReplicatedEngine(engines)
         config = EngineConfig(max_num_seqs=8)
         supervisors = [Supervisor(config, str(script), engine, clock=monotonic) for engine in engines]
-        self.supervisor = ReplicaSupervisor(supervisors, self.engine)
+        self.supervisor = ReplicaSupervisor(supervisors, self.engine, limits=limits)
 
     def _note_move(self, lost: RequestState) -> None:
         self.num_moved += 1
@@ -121,10 +122,12 @@ class Replicas:
 
 
 @asynccontextmanager
-async def two_replicas(opened: OpenedModel, folder: Path) -> AsyncIterator[Replicas]:
+async def two_replicas(
+    opened: OpenedModel, folder: Path, limits: ReplicaLimits | None = None
+) -> AsyncIterator[Replicas]:
     script = folder / "script.jsonl"
     script.write_text(LINES)
-    made = Replicas(opened, script)
+    made = Replicas(opened, script, limits)
     await made.supervisor.first_start()
     watching = asyncio.create_task(made.supervisor.watch())
     try:
@@ -202,6 +205,37 @@ async def roll(replicas: Replicas) -> None:
     assert all(isinstance(end, RequestOutput) for end in await asyncio.gather(*reading))
     after = [each.engine_pid for each in replicas.supervisor.supervisors]
     assert not set(before) & set(after) and replicas.num_moved == 2 and replicas.supervisor.num_restarts == 1
+
+
+@pytest.mark.long
+def test_replicas_within_limits_follow_the_queue_and_lose_nothing(default_model_path: Path, tmp_path: Path) -> None:
+    """Engines of 8 rows, of which there are one or two."""
+
+    async def body() -> None:
+        async with two_replicas(open_model(EngineConfig()), tmp_path, ReplicaLimits(1, 2, 0.5)) as replicas:
+
+            async def until(count: int) -> None:
+                async with asyncio.timeout(60):
+                    while [load.health for load in replicas.supervisor.loads()] != ["ready"] * count:
+                        await asyncio.sleep(0.05)
+
+            await until(1)
+            calls = [replicas.submit(f"endless {number}", max_tokens=4000) for number in range(16)]
+            reading = [asyncio.create_task(output(call)) for call in calls]
+            await until(2)
+            later = await output(replicas.submit("hi"))
+            assert isinstance(later, RequestOutput) and replicas.engine.num_submitted[1] == 1, "to the new one"
+            for task in reading[8:]:  # what waits
+                task.cancel()
+            await until(1)
+            assert replicas.engine.info is not None and replicas.engine.info.max_num_seqs == 8
+            assert [end for end in await asyncio.gather(*reading[:8]) if not isinstance(end, RequestOutput)] == []
+            assert await replicas.supervisor.rolling_restart() == 1, "its successor is started first"
+            await until(1)
+            assert [load.replica for load in replicas.supervisor.loads()] == [1]
+            assert isinstance(await output(replicas.submit("hi")), RequestOutput) and replicas.num_moved == 0
+
+    asyncio.run(body())
 
 
 @pytest.mark.timeout(240)
