@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from quire.cli import chat, options
+from quire.cli.console import StartupProgress
 from quire.cli.printed_reply import PrintedReply, ReplyEnd
 from quire.server.batch import runner
 from quire.version import __version__
 from tests import children
 from tests.cli.commands import SMALL, Shell
+from tests.server.server_process import wait_until
 
 WITHOUT_EXTRAS = """
 import sys
@@ -79,6 +81,17 @@ def test_a_question_that_is_continued_gets_a_hint(quire: Shell, monkeypatch: pyt
     monkeypatch.setattr(chat, "print_reply", lambda *_, **__: text)
     assert "use quire run --chat" in quire("run", "What is the capital of France?", *SMALL).err
     assert "--chat" not in quire("run", "The capital of France is", *SMALL).err
+
+
+def test_a_start_that_takes_long_says_so_until_it_ends() -> None:
+    said: list[str] = []
+    progress = StartupProgress(said.append, every_s=0.01)
+    progress.say("weights")
+    with progress:
+        wait_until(lambda: sum(line.startswith("  starting ") for line in said) >= 2)
+        progress.end()
+        progress.say("ready")
+    assert said[0] == "weights" and "ready" in said[-2:], "at most one more, that was on its way"
 
 
 def test_the_version_has_what_a_report_needs(quire: Shell) -> None:

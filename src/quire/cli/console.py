@@ -1,7 +1,9 @@
 """Output of the commands: results go to `out`; progress bars, phases and notes go to `err`."""
 
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -40,6 +42,39 @@ def write_file(path: Path, text: str, param: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.", param=param) from None
+
+
+class StartupProgress:
+    """Says that a start goes on, where nothing else was said for some seconds. In a `with`, until `end`."""
+
+    def __init__(self, say: Callable[[str], None], every_s: float = 8.0) -> None:
+        self._say = say
+        self._every_s = every_s
+        self._started_s = time.monotonic()
+        self._news = threading.Event()
+        self._ended = False
+
+    def say(self, line: str) -> None:
+        self._news.set()
+        self._say(line)
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def __enter__(self) -> "StartupProgress":
+        threading.Thread(target=self._run, name="quire-startup", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _run(self) -> None:
+        while not self._ended:
+            if self._news.wait(self._every_s):
+                self._news.clear()
+            else:
+                self._say(f"  starting  {time.monotonic() - self._started_s:5.0f} s")
 
 
 class ProgressBars:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
-from quire.cli.console import progress_bars
+from quire.cli.console import StartupProgress, progress_bars
 from quire.cli.options import (
     check_kv_events,
     check_record,
@@ -112,6 +112,8 @@ def _serve_one(
 ) -> None:
     from quire.server.server import Server, ServerObservers, serve_until_signal
 
+    progress = StartupProgress(say)
+    say = progress.say
     config = replace(engine_config(model, given), tenant_weights=access.weights)
     say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
     server_config = on_ray(server_config_of(config, given), given)
@@ -122,6 +124,7 @@ def _serve_one(
         say(f"  {'chat':<20}{chat_support(served)}")
         if server_config.prefill_engines:
             say(f"  {'split':<20}{_describe_split(server_config)}")
+        progress.end()
         announce()
 
     tracing = open_tracer(given["otlp_endpoint"])
@@ -137,7 +140,7 @@ def _serve_one(
         access.serve_files([server.state], app)
         return app if tracing is None else tracing.around(app, server)
 
-    with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
+    with access.logging(), progress, contextlib.closing(tracing) if tracing else contextlib.nullcontext():
         make = partial(Server, server_config, observers)
         serve_until_signal(make, listening, secure, access.uvicorn_settings, given["drain_s"])
 
