@@ -323,13 +323,19 @@ def test_the_eviction_history_is_bounded() -> None:
 
 def test_reset_drops_all_evictable_blocks() -> None:
     bench = TreeBench(num_host=4)
+    evicted = ids(*range(40, 44))
+    bench.put(*range(40, 44))
+    bench.evict(1)
+    miss = bench.tree.miss_reason("", evicted, 0)
+    assert miss is not None and miss.kind is CacheMissKind.EVICTED
     bench.put(*range(8))
     bench.evict(1, demote=True)
     bench.put(*range(20, 28))
     blocks, inserted = bench.hold(ids(1, 1, 1, 1))
     assert bench.tree.reset() == 4
     assert bench.tree.contents("") == {(1, 1, 1, 1)}
-    assert bench.tree.miss_reason("", ids(*range(8)), 0) == CacheMiss(CacheMissKind.NEVER_SEEN)
+    for forgotten in (ids(*range(8)), evicted):
+        assert bench.tree.miss_reason("", forgotten, 0) == CacheMiss(CacheMissKind.NEVER_SEEN)
     bench.drop(blocks, inserted.node)
     assert bench.tree.reset() == 1 and bench.tree.num_nodes == 0
 

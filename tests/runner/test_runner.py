@@ -260,3 +260,30 @@ def test_a_repeated_step_leaves_the_row_table_as_an_applied_one_does() -> None:
         assert found.tolist() == slow.apply(plans[step]).tolist(), f"step {step}"
         assert torch.equal(quick.tables, slow.tables), f"step {step}"
     assert not slow.decoding.any() and num_repeated == 11
+
+
+def test_a_repeated_step_is_its_plan_applied() -> None:
+    """Two rows decode, one is granted a block, one pauses, and the first ends by its length."""
+    plans = [
+        StepPlan(
+            0,
+            starts=(seat_for(0, [5, 6], 8), seat_for(1, [7], 20)),
+            grants=grants({0: [1], 1: [2]}),
+            chunks=(sample(0, 0, 2), sample(1, 0, 1)),
+        ),
+        StepPlan(1, num_decoding=2),
+        StepPlan(2, num_decoding=2),
+        StepPlan(3, num_decoding=2, grants=grants({1: [3]})),
+        StepPlan(4, num_decoding=1, pauses=(Row(1),)),
+        StepPlan(5, num_decoding=2),
+        StepPlan(6, num_decoding=1),
+    ]
+    quick, slow = (RowTable(2, 20, 4, torch.device("cpu")) for _ in range(2))
+    repeated = []
+    for plan in plans:
+        rows = quick.repeat(plan)
+        repeated += [] if rows is None else [plan.step]
+        rows = quick.apply(plan) if rows is None else rows
+        assert rows.tolist() == slow.apply(plan).tolist()
+        assert torch.equal(quick.tables, slow.tables)
+    assert repeated == [2, 3]

@@ -1,5 +1,7 @@
 """Fault bisection: the request that makes steps fail is ended, and no other request loses a token."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from quire.core.step import FinishReason, StepPlan
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
 from quire.sched.loop import Loop
+from quire.sched.reference_checks import add_reference_checks
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.expected import expect
 from quire.sim.runners import OracleRunner, SimStep
@@ -67,6 +70,7 @@ def ends_of(depth: int, num_blocks: int, asked: list[Request], runner: Allergic)
             break
         absorbed = loop.step()
         audit(scheduler)
+        assert state_of(scheduler).admissible is None or not loop._in_flight, "a step would clear a request too early"
         if absorbed is not None:
             for name, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
                 said[name].append(token)
@@ -118,9 +122,24 @@ def test_an_engine_that_always_fails_raises_instead_of_blaming_all_requests():
     assert len(scheduler.groups()) - len(ended) >= 3
 
 
-def test_requests_that_arrive_during_a_bisection_are_served_afterwards():
+def test_requests_that_fail_one_after_another_do_not_end_the_engine():
+    """Each fails alone, and others succeed between them: the engine is not at fault."""
+    asked = [request_of(number, 5, 3, 1, None) for number in range(10)]
     scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
-    loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), 1, lambda: 0.0)
+    loop = Loop(scheduler, Allergic(80, {SequenceId(number): 1 for number in range(0, 10, 2)}), 1, lambda: 0.0)
+    ends = []
+    for request in asked:
+        (sequence,) = scheduler.add(request)
+        while not scheduler.idle:
+            loop.step()
+        ends.append(sequence.finish_reason)
+    assert ends == [FinishReason.FAILED, FinishReason.LENGTH] * 5
+
+
+def test_requests_that_arrive_during_a_bisection_are_served_afterwards():
+    scheduler, times = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16), count(1)
+    add_reference_checks(scheduler)  # among them: since when a request waits
+    loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), 1, lambda: float(next(times)))
     for number in range(6):
         scheduler.add(request_of(number, 5, 8, 1, None))
     while state_of(scheduler).admissible is None:

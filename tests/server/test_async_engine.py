@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.errors import NumericalError
+from quire.core.errors import NumericalError, QueueFull
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import Accepted
+from quire.engine.messages import Accepted, RequestOptions
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import EngineInfo, MemoryUsage
-from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine
+from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, EngineLost, options_for
+from quire.server.http.auth import Identity
+from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.server.request_stream import RequestStream
 
 INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
@@ -170,3 +172,75 @@ def test_every_delta_is_counted_when_it_arrives(child: EngineProcess) -> None:
             call.close()
 
     asyncio.run(events())
+
+
+class CountedPlace:
+    """What admission control is told of one request."""
+
+    def __init__(self, *, is_full: bool = False) -> None:
+        self.num_waiting_tokens = self.num_prompts = 0
+        self._is_full = is_full
+
+    def add_prompt(self, num_tokens: int) -> None:
+        if self._is_full:
+            raise QueueFull(1, 1, "requests")
+        self.num_waiting_tokens += num_tokens
+        self.num_prompts += 1
+
+    def start_prompt(self, num_tokens: int) -> None:
+        self.num_waiting_tokens -= num_tokens
+
+    def end_prompt(self) -> None:
+        self.num_prompts -= 1
+
+    def release(self) -> None: ...
+
+
+def test_a_prompt_that_ends_before_its_first_token_waits_no_longer(child: EngineProcess) -> None:
+    async def events() -> None:
+        engine, _ = opened(child, 0)
+        place, full = CountedPlace(), CountedPlace(is_full=True)
+        CURRENT_CONTEXT.set(RequestContext("id", 0.0, place=place))
+        stream = engine.submit([1, 2, 3], PARAMS)
+        assert (place.num_waiting_tokens, place.num_prompts) == (3, 1)
+        stream.close()
+        assert (place.num_waiting_tokens, place.num_prompts) == (0, 0)
+        CURRENT_CONTEXT.set(RequestContext("id", 0.0, place=full))
+        with pytest.raises(QueueFull):
+            engine.submit([1, 2, 3], PARAMS)
+        assert engine.num_requests == 0 and not engine._processor._requests, "what is refused is not kept"
+
+    asyncio.run(events())
+
+
+def test_what_is_asked_of_an_engine_that_ends_fails(child: EngineProcess) -> None:
+    async def events() -> None:
+        engine, (stream,) = opened(child, 1)
+        asked = asyncio.ensure_future(engine.query("view"))
+        await asyncio.sleep(0)
+        engine.detach()
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(asked, 10)
+        stream.fail(NumericalError())
+        with pytest.raises(EngineLost):  # the first failure counts
+            await stream.receive()
+
+    asyncio.run(events())
+
+
+def test_unread_output_of_a_stream_that_is_closed_counts_no_more(child: EngineProcess) -> None:
+    async def events() -> None:
+        engine, (stream,) = opened(child, 1)
+        step(engine, {0: 7})
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert engine._unread.num_bytes > 0
+        stream.close()
+        assert engine._unread.num_bytes == 0 and not engine._unread.streams
+
+    asyncio.run(events())
+
+
+def test_the_time_that_a_model_took_to_load_is_part_of_the_timeout() -> None:
+    context = RequestContext("id", 0.0, identity=Identity("a", trusted=True), timeout_s=5.0, waited_s=2.0)
+    assert options_for(context, RequestOptions()).timeout_s == 3.0
