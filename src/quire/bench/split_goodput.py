@@ -38,7 +38,6 @@ from quire.sim.simulator import Simulation
 from quire.workload.traces import TraceRow, poisson
 
 KV_BYTES_PER_TOKEN = 131_072  # Llama-3.1-8B in bf16
-_NEAR = 1.25  # factor between the first two rates of a search that begins near its end
 _NEW_PREFIXES = 1 << 32  # ids of a trace's prefixes when it is repeated
 
 
@@ -146,7 +145,7 @@ def goodput(
         records = simulate_cluster(rows, setup, link, level=level)
         return CapacityProbe(scale, per_s, sum(map(level.is_met_by, records)) / len(records))
 
-    probes = find_capacity(probe, 1.0, tolerance, factor=_NEAR)
+    probes = find_capacity(probe, 1.0, tolerance, factor=1 + tolerance)  # two are enough if the first rate is right
     best = max((each for each in probes if each.holds), key=lambda each: each.scale, default=None)
     return ClusterGoodput(setup, None if best is None else best.requests_per_s, tuple(probes))
 
