@@ -76,7 +76,7 @@ def test_a_chat_and_a_generation_whole_and_streamed(http: httpx.Client) -> None:
         assert answer["done_reason"] == "stop" and set(answer) > COUNTS
         assert all(isinstance(answer[name], int) and answer[name] >= 0 for name in COUNTS)
         *lines, last = streamed(http, path, body)
-        assert "".join(map(text, lines)) == PLAIN and len(lines) > 3 and not any(line["done"] for line in lines)
+        assert "".join(map(text, lines)) == PLAIN and len(lines) > 1 and not any(line["done"] for line in lines)
         assert (last["done"], text(last), last["model"]) == (True, "", MODEL)
         for name in ("prompt_eval_count", "eval_count"):
             assert last[name] == answer[name] > 0
