@@ -263,7 +263,7 @@ def test_a_repeated_step_leaves_the_row_table_as_an_applied_one_does() -> None:
 
 
 def test_a_repeated_step_is_its_plan_applied() -> None:
-    """Two rows decode, one is granted a block, one pauses, and the first ends by its length."""
+    """Two rows decode, one is granted a block, one pauses, the first ends by its length, and another takes its row."""
     plans = [
         StepPlan(
             0,
@@ -277,6 +277,15 @@ def test_a_repeated_step_is_its_plan_applied() -> None:
         StepPlan(4, num_decoding=1, pauses=(Row(1),)),
         StepPlan(5, num_decoding=2),
         StepPlan(6, num_decoding=1),
+        StepPlan(
+            7,
+            releases=(Row(0),),
+            starts=(seat_for(0, [9], 20),),
+            grants=grants({0: [4]}),
+            chunks=(sample(0, 0, 1),),
+            num_decoding=1,
+        ),
+        StepPlan(8, num_decoding=2),
     ]
     quick, slow = (RowTable(2, 20, 4, torch.device("cpu")) for _ in range(2))
     repeated = []

@@ -167,6 +167,8 @@ def test_the_budget_holds(events: list[tuple[int, str, int]]) -> None:
                 remove(place)
         assert budget.num_bytes == sum(body.num_bytes for body in bodies.values()) <= 200
         assert all(each.num_bytes <= 150 for each in budget._clients.values())
+        waiting = {body for each in budget._clients.values() for body in each.incomplete}
+        assert waiting <= set(bodies.values()), "a body that has ended still counts as incomplete"
     for place in list(bodies):
         remove(place)
     assert budget.num_bytes == 0 and not budget._clients
