@@ -364,6 +364,24 @@ def test_nothing_is_copied_into_room_that_was_lost_with_a_step() -> None:
     assert decode.runner.read(Tier.DEVICE, range(1, 41)) == before
 
 
+def test_the_runner_is_told_which_blocks_were_written() -> None:
+    leased, decode, told = Leased(), Side(40), list[int]()
+    imports = PrefixImports(
+        decode.scheduler,
+        LAYOUT,
+        lambda address: OracleSource(address, leased.prefill.runner, decode.runner),
+        lambda: 0.0,
+        copy_bytes=1,
+        note_imported=lambda blocks: told.extend(blocks.tolist()),
+    )
+    imports.begin(3, BlockOwner(RequestId(0), "", 0), leased.prompt, leased.lease)
+    while (done := imports.advance()) is None:
+        pass
+    found = decode.runner.read(Tier.DEVICE, told)
+    assert done.num_tokens == len(found) > BLOCK
+    assert found == [(token, at) for at, token in enumerate(leased.prompt[: len(found)])]
+
+
 def test_a_copy_that_its_lease_did_not_outlast_is_not_used() -> None:
     shared = SharedBlocks(3, 8)
     address = shared.grant()

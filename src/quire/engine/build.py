@@ -185,7 +185,7 @@ def build(
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
-    _connect(engine, role, stores, name, usage)
+    _connect(engine, role, stores, block_layout(name, stores, usage.name), runner)
     memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device))
     reporter.done("memory", memory.describe(resolved.num_ranks))
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
@@ -200,10 +200,13 @@ def _choose_device(config: EngineConfig, role: EngineRole) -> torch.device:
     return device
 
 
-def _connect(engine: Engine, role: EngineRole, stores: KvStores, name: str, usage: WeightUsage) -> None:
+def _connect(
+    engine: Engine, role: EngineRole, stores: KvStores, layout: str, runner: ModelRunner | StageRunner
+) -> None:
     """Let a prefill engine lease its blocks, and a decode engine copy those of others."""
     if role is not EngineRole.WHOLE:
-        engine.connect(block_layout(name, stores, usage.name), stores.shared or stores.block_bytes)
+        note_imported = runner.note_imported if isinstance(runner, ModelRunner) else None
+        engine.connect(layout, stores.shared or stores.block_bytes, note_imported)
 
 
 def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:

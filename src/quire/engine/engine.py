@@ -126,14 +126,23 @@ class Engine:
             )
         self.grammars.prepare(grammar)
 
-    def connect(self, layout: str, blocks: SharedBlocks | NDArray[np.uint8]) -> None:
+    def connect(
+        self,
+        layout: str,
+        blocks: SharedBlocks | NDArray[np.uint8],
+        note_imported: Callable[[IntArray], None] | None = None,
+    ) -> None:
         """Lease prefixes in these shared blocks to other engines; or copy those of other engines into these blocks,
-        [blocks, bytes]."""
+        [blocks, bytes], and tell which were written."""
         if isinstance(blocks, SharedBlocks):
             self.exports = PrefixExports(self.scheduler, blocks, layout, self.clock)
         else:
             self.imports = PrefixImports(
-                self.scheduler, layout, lambda address: PeerBlocks(address, blocks), self.clock
+                self.scheduler,
+                layout,
+                lambda address: PeerBlocks(address, blocks),
+                self.clock,
+                note_imported=note_imported,
             )
 
     def explain(self, request_id: RequestId) -> Explanation:

@@ -155,6 +155,7 @@ class TorchOracleRunner:
         slots = np.stack([tokens, np.arange(start, start + len(tokens))]).reshape(2, len(blocks), -1)
         store = self._slots(Tier.DEVICE)
         store[torch.from_numpy(blocks).long()] = torch.from_numpy(slots).transpose(0, 1).to(store)
+        self._runner.note_imported(blocks)
 
     def carry(self, moves: Iterable[Move]) -> None:
         self._stores.carry(moves)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.core.ids import RequestId
+from quire.core.ids import IntArray, RequestId
 from quire.core.request import BlockOwner
 from quire.core.shared_blocks import BlockAddress, LeaseEnded, SharedBlocks
 from quire.kv.prefix_holds import HeldPrefix
@@ -167,12 +167,14 @@ class PrefixImports:
         open_source: Callable[[BlockAddress], BlockSource],
         clock: Callable[[], float],
         copy_bytes: int = COPY_BYTES,
+        note_imported: Callable[[IntArray], None] | None = None,  # of blocks that are written
     ) -> None:
         self._scheduler = scheduler
         self._layout = layout
         self._open_source = open_source
         self._clock = clock
         self._copy_bytes = copy_bytes
+        self._note_imported = note_imported
         self._open: deque[_Import] = deque()
 
     def begin(self, token: int, owner: BlockOwner, tokens: Sequence[int], lease: PrefixLease) -> None:
@@ -208,6 +210,8 @@ class PrefixImports:
             started_s = self._clock()
             each.source.copy(each.sources[part], each.held.room[part].tolist())
             each.copy_s += self._clock() - started_s
+            if self._note_imported is not None:
+                self._note_imported(each.held.room[part])
         except LeaseEnded:
             return self._end(TransferFailure.LEASE_ENDED)
         each.num_copied += len(each.sources[part])

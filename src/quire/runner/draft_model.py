@@ -70,6 +70,10 @@ class DraftedBlocks:
         for chunk in plan.chunks:
             self.cut(chunk.row, chunk.start)
 
+    def forget(self, blocks: IntArray) -> None:
+        """Another engine has written the model's keys and values of these blocks."""
+        self._counts[Tier.DEVICE][blocks] = 0
+
     def of_row(self, row: Row) -> int:
         """Positions of a row that are computed, from the first on."""
         counts = self._counts[Tier.DEVICE][self._blocks(row)]
@@ -118,6 +122,10 @@ class DraftModel:
         self._unverified.clear()
         self._stores.carry(moves)
         self._blocks.carry(moves)
+
+    def forget(self, blocks: IntArray) -> None:
+        """These blocks have other tokens now, which the draft model has not computed."""
+        self._blocks.forget(blocks)
 
     def propose(self, rows: Many[Row], counts: Many[int], texts: Many[IntArray]) -> list[IntArray]:
         """Drafts of each row, at most its number. `texts`: all tokens of each row. Sampled as the row samples, with

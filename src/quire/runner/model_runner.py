@@ -176,6 +176,11 @@ class ModelRunner:
         self.launches.note_step(plan.step, slow_s)
         return pending
 
+    def note_imported(self, blocks: IntArray) -> None:
+        """Another engine's keys and values are in these blocks now. Call between steps."""
+        if self._draft_model is not None:
+            self._draft_model.forget(blocks)
+
     def _repeat(self, plan: StepPlan) -> PendingStep | None:
         """The step before once more, if that was greedy and nothing changed: without a tensor operation."""
         if self._greedy_step is None or any_armed():
