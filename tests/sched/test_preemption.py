@@ -166,6 +166,18 @@ def test_two_ageing_classes_do_not_preempt_each_other_for_ever() -> None:
     assert bench.finished[high.id] < bench.finished[low.id]
 
 
+def test_a_preempted_request_ages_from_its_preemption() -> None:
+    """It came 100 s ago and ran: it has not waited, so both of the higher class go first."""
+    bench = Bench(rows=1, policy=replace(OPTIMISTIC, order=OrderPolicy(ageing_s=10.0)))
+    low = bench.add([7], 6, priority=1)
+    bench.turns(2)
+    bench.now_s = 100.0
+    highs = [bench.add([8], 2), bench.add([9], 2)]
+    bench.run()
+    assert low.group.num_preemptions == bench.num_preemptions == 1
+    assert list(bench.finished) == [highs[0].id, highs[1].id, low.id]
+
+
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_no_request_is_preempted_more_often_than_the_policy_allows(most: int) -> None:
     bench = Bench(rows=1, oracle=True, policy=replace(OPTIMISTIC, max_preemptions=most))

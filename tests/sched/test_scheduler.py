@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import RequestId
-from quire.core.request import SequenceState
+from quire.core.request import EventKind, SequenceState
 from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.pacing import StepBound
@@ -14,7 +14,7 @@ from quire.sched.policy import CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from tests.sched.inspection import state_of
-from tests.sched.stepping import NEVER, Bench, counting, toy_output
+from tests.sched.stepping import NEVER, Bench, counting, events_of, toy_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -210,6 +210,17 @@ def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:
     assert bench.emitted[sequence.id] == [6, 12, 24]
     assert sequence.finish_reason is FinishReason.STOP
     assert sequence.tokens.tolist() == [1, 2, 3, 6, 12, 24]
+
+
+def test_a_row_that_fails_in_its_first_step_has_no_first_token() -> None:
+    bench = Bench()
+    failing = bench.add([1, 2, 3], 5)
+    bench.poison(failing)
+    output = bench.turn()
+    assert output is not None and not output.first_tokens
+    assert failing.finish_reason is FinishReason.ERROR
+    assert not events_of(failing, EventKind.FIRST_TOKEN)
+    bench.run()
 
 
 @DEPTHS

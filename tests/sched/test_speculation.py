@@ -12,6 +12,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.speculation import DraftGovernor, SpeculationPolicy
+from quire.sched.state import Counters
 from quire.sim.runners import SimRow
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, OPTIMISTIC, VOCAB, Bench, counting, oracle_output
@@ -48,6 +49,21 @@ def test_a_row_gains_what_is_accepted_and_says_the_same(depth, block_size, propo
     counters = bench.scheduler.counters
     assert counters.accepted_tokens == 21 - num_steps
     assert counters.accepted_tokens <= counters.drafted_tokens
+
+
+def test_counters_once_read_do_not_change() -> None:
+    """A second for every token: a decoding row limits the chunks of a prompt beside it. Then drafts are accepted."""
+    policy = replace(OPTIMISTIC, itl_target_s=20.0, speculation=ALWAYS)
+    cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
+    bench = Bench(oracle=True, policy=policy, cost=cost, propose=right)
+    before = bench.scheduler.counters
+    bench.add([5, 6, 7], 20)
+    bench.turn()
+    bench.add(counting(100, 50), 2)
+    bench.run()
+    after = bench.scheduler.counters
+    assert after.paced_steps and after.accepted_at[0], "both totals that are containers"
+    assert before == Counters()
 
 
 def test_drafts_behind_an_end_token_are_not_emitted() -> None:
