@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from types import FrameType
 
+import numpy as np
 import pytest
 
 from quire.core.request import EventKind, Sequence, SequenceState, WaitCause
@@ -382,4 +383,21 @@ def test_a_failed_victim_search_is_repeated_after_a_release() -> None:
         bench.turn()
     bench.turns(2)
     assert pair[0].state is SequenceState.RUNNING
+    bench.run()
+
+
+def test_a_failed_victim_search_is_repeated_when_less_is_missing() -> None:
+    """The high one needs 6 of 10 blocks: 4 are another's, 2 the low one's and 2 held for another engine."""
+    bench = Bench(blocks=10, rows=4, policy=NEVER)
+    bench.add([1] * 4, 13)
+    low = bench.add([2] * 4, 5, priority=1)
+    bench.turn()
+    high = bench.add([3] * 4, 21)
+    held = bench.scheduler.hold_prefix(high.group.owner, np.array([4] * 8, np.int32), with_room=True)
+    assert held is not None
+    bench.turn()
+    assert low.group.num_preemptions == 0 and high.state is SequenceState.WAITING
+    bench.scheduler.release_prefix(held.number, written=False)
+    bench.turn()
+    assert low.group.num_preemptions == 1 and high.state is SequenceState.RUNNING
     bench.run()

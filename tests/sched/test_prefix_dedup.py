@@ -164,6 +164,30 @@ def test_a_follower_that_waited_keeps_its_place_in_the_queue() -> None:
     assert bench.finished[leader.id] < bench.finished[follower.id]
 
 
+def test_a_follower_that_others_were_preempted_for_does_not_overtake_the_head_of_the_queue() -> None:
+    """It finds its prefix, so one is preempted for it. Then the cache is dropped: it waits for the prefix after all,
+    and its row goes to the first in the queue."""
+    bench = Bench(oracle=True, rows=2, budget=6, depth=1)
+    bench.add(LONG, 1)
+    bench.run_out()
+    low = bench.add([900], 30, priority=5)
+    bench.turn()
+    bench.add_request(LONG, 9, RowSampling(num_prompt_logprobs=0))  # computes all of it: 5, 10 and 16 tokens
+    bench.turns(2)
+    follower = bench.add([*LONG, 500], 5)
+    bench.turn()
+    assert low.group.num_preemptions == 1 and follower.state is SequenceState.WAITING
+    bench.scheduler.abort(low.request.id)
+    bench.scheduler.reset_cache()
+    bench.turn()
+    assert follower.group.waits_for is WaitCause.PREFIX
+    head = bench.add([700], 2, priority=-1)
+    bench.turn()
+    assert bench.scheduler.is_queued(follower.group) and head.state is SequenceState.RUNNING
+    bench.run()
+    assert bench.emitted[follower.id] == oracle_output([*LONG, 500], 5)
+
+
 # The index itself.
 
 

@@ -106,6 +106,20 @@ def test_a_row_that_lacks_blocks_has_fewer_drafts_and_preempts_no_other() -> Non
     assert bench.scheduler.counters.preemptions == 0
 
 
+def test_a_step_in_which_a_row_was_denied_a_block_has_no_drafts() -> None:
+    """The second is preempted for the first: what it leaves beyond one block is not for drafts."""
+    policy = replace(OPTIMISTIC, speculation=ALWAYS)
+    bench = Bench(oracle=True, blocks=4, rows=2, policy=policy, propose=wrong)
+    bench.add([1] * 4, 12)
+    second = bench.add([2] * 4, 8)
+    while second.group.num_preemptions == 0:
+        bench.turn()
+    assert bench.plan.num_decoding == 1 and len(bench.plan.drafts) == 0
+    bench.turn()
+    assert len(bench.plan.drafts) == 1
+    bench.run()
+
+
 def test_positions_of_drafting_rows_are_their_lowest_and_are_corrected() -> None:
     bench = Bench(oracle=True, depth=1, policy=replace(OPTIMISTIC, speculation=ALWAYS), propose=right)
     sequence = bench.add([5, 6, 7], 40)
