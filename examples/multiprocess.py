@@ -1,4 +1,4 @@
-"""An engine in each process of a pool: `python examples/multiprocess.py [PROCESSES]`. Each has its share of the cores."""
+"""An engine in each process of a pool, with its share of the cores: `python examples/multiprocess.py [PROCESSES]`."""
 
 import os
 import sys
