@@ -203,7 +203,8 @@ def test_copied_blocks_give_the_answer_of_one_engine(shallow_default: Path) -> N
         async with two_engines(config, None) as split:
             prompts = [prompt_of(1, 600), prompt_of(1, 580) + prompt_of(2, 40)]
             copied = [await split.answer(split.submit(prompt)) for prompt in prompts]
-            assert [each.failure for each in split.ends] == [None] and split.ends[0].num_bytes > 0
+            # The second prompt is short once its beginning is cached: measured costs decide whether it is split.
+            assert split.ends[0].num_bytes > 0 and all(each.failure is None for each in split.ends)
             assert len(set(copied[0])) > 1
             await split.engine.query("reset_prefix_cache")
             split.split.is_ready = lambda rank: False
