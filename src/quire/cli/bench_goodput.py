@@ -55,7 +55,11 @@ def simulated(given: Mapping[str, Any], levels: Many[ServiceLevel], plot: Path |
         title = f"{Path(given['trace']).name}: goodput per GPU, simulated H200s with Llama-3.1-8B"
         write_file(plot, _plot(title, found), "plot")
     if as_json:
-        print(json.dumps({"bench": "goodput", **_facts(given), "comparisons": [_plain(each) for each in found]}))
+        print(
+            json.dumps(
+                {"bench": "goodput", **_facts(given, _SIMULATED), "comparisons": [_plain(each) for each in found]}
+            )
+        )
         return
     out.print(
         f"{Path(given['trace']).name} · H200s with Llama-3.1-8B, simulated · {given['bandwidth']:g} GB/s to each "
@@ -66,8 +70,11 @@ def simulated(given: Mapping[str, Any], levels: Many[ServiceLevel], plot: Path |
     out.print("the figures are of the second half.")
 
 
-def _facts(given: Mapping[str, Any]) -> dict[str, object]:
-    names = ("gpus", "seconds", "seed", "bandwidth", "handoff_ms", "tolerance", "choose_up_to", "max_prompt", "split")
+_SIMULATED = ("gpus", "seconds", "seed", "bandwidth", "handoff_ms", "tolerance", "choose_up_to", "max_prompt", "split")
+_SERVED = ("engines", "model", "threads", "rate", "seconds", "seed", "rounds", "max_prompt", "max_output")
+
+
+def _facts(given: Mapping[str, Any], names: Many[str]) -> dict[str, object]:
     return {
         "quire": __version__,
         "command": ["quire", *sys.argv[1:]],
@@ -158,7 +165,7 @@ def served(given: Mapping[str, Any], levels: Many[ServiceLevel], as_json: bool) 
     measured = measure_split(serving, setups, given["rounds"], _say)
     if as_json:
         setup_figures = [_plain_rounds(each, levels) for each in measured]
-        print(json.dumps({"bench": "goodput", **_served_facts(given), "requests": len(cut), "setups": setup_figures}))
+        print(json.dumps({"bench": "goodput", **_facts(given, _SERVED), "requests": len(cut), "setups": setup_figures}))
     else:
         out.print(f"{len(cut)} requests of {Path(given['trace']).name}, {given['rate']:g} a second · "
                   f"{given['model'] or 'the default model'} on this CPU · quire {__version__}")  # fmt: skip
@@ -166,16 +173,6 @@ def served(given: Mapping[str, Any], levels: Many[ServiceLevel], as_json: bool) 
     records = [record for each in measured for round_ in each.rounds for record in round_]
     if not any(record.served for record in records):
         raise EngineFailed(f"No request was served: {records[0].error}")
-
-
-def _served_facts(given: Mapping[str, Any]) -> dict[str, object]:
-    names = ("engines", "model", "threads", "rate", "seconds", "seed", "rounds", "max_prompt", "max_output")
-    return {
-        "quire": __version__,
-        "command": ["quire", *sys.argv[1:]],
-        "trace": Path(given["trace"]).name,
-        **{name: given[name] for name in names},
-    }
 
 
 def _plain_rounds(each: SetupRounds, levels: Many[ServiceLevel]) -> dict[str, object]:
