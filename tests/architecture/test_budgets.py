@@ -20,6 +20,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",
     "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",
+    "kernels/cpu/weight_memory.py": "pages of the system; knows no format",
     "kernels/gpu/activation.py": "one kernel",
     "kernels/gpu/backends/interface.py": "the protocol of three backends; imports none",
     "kernels/gpu/copy_blocks.py": "one kernel",

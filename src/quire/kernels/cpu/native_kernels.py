@@ -29,6 +29,7 @@ from quire.kernels.cpu.native_library import (
     PackedFormat,
 )
 from quire.kernels.cpu.packed_weight import PackedWeight, pack_weight, unpack_rows
+from quire.kernels.cpu.weight_memory import WeightMemory
 from quire.kernels.interface import (
     AttentionRule,
     DecoderTables,
@@ -71,6 +72,7 @@ class NativeKernels:
         self._call = library.functions
         self._quantization = quantization
         self._kv_dtype = kv_dtype
+        self._memory = WeightMemory()
         self.workspace = self._call.quire_open(num_threads, matrix_unit)
         weakref.finalize(self, self._call.quire_close, self.workspace)
 
@@ -105,11 +107,11 @@ class NativeKernels:
         return profile
 
     def pack(self, weight: Weight) -> PackedWeight:
-        return pack_weight(self._library, self.workspace, weight, self._quantization)
+        return pack_weight(self._library, self.workspace, weight, self._quantization, self._memory)
 
     def pack_head(self, weight: Weight) -> PackedWeight:
         """The head decides every token: not fewer than 8 bits, unless it is stored so."""
-        return pack_weight(self._library, self.workspace, weight, "int8" if self._quantization else None)
+        return pack_weight(self._library, self.workspace, weight, "int8" if self._quantization else None, self._memory)
 
     def embed(self, tokens: Tensor, table: PackedWeight) -> Tensor:
         return unpack_rows(self._library, table, tokens.numpy(), 1.0)

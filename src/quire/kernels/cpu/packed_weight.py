@@ -17,6 +17,7 @@ from quire.kernels.cpu.native_library import (
     PackedFormat,
     StoredEncoding,
 )
+from quire.kernels.cpu.weight_memory import WeightMemory
 from quire.kernels.interface import StoredRows, Weight
 
 _GROUP = 32  # inputs that share a scale
@@ -39,7 +40,7 @@ class PackedWeight:
     def __init__(
         self,
         shape: tuple[int, int],
-        segments: list[tuple[PackedFormat, int, Tensor]],
+        segments: list[tuple[PackedFormat, int, NDArray[np.uint8]]],
         encodings: tuple[StoredEncoding, ...] = (),
     ) -> None:
         """Each segment: its format, its number of rows, and its panels. `encodings`: what each was packed from."""
@@ -49,7 +50,7 @@ class PackedWeight:
         self._segments = (NativeSegment * len(segments))()
         first = 0
         for segment, (form, rows, buffer) in zip(self._segments, segments, strict=True):
-            segment.format, segment.first_row, segment.num_rows, segment.data = form, first, rows, buffer.data_ptr()
+            segment.format, segment.first_row, segment.num_rows, segment.data = form, first, rows, buffer.ctypes.data
             first += rows
         quantized = any(form.quantized for form, _, _ in segments)
         self.native = NativeLinear(shape[1], shape[0], len(segments), quantized, self._segments, None)
@@ -63,7 +64,9 @@ class PackedWeight:
         return tuple(PackedFormat(segment.format) for segment in self._segments)
 
 
-def pack_weight(library: NativeLibrary, workspace: int, weight: Weight, quantization: str | None) -> PackedWeight:
+def pack_weight(
+    library: NativeLibrary, workspace: int, weight: Weight, quantization: str | None, memory: WeightMemory
+) -> PackedWeight:
     """`quantization`: "int8" or "int4", for parts that become smaller by it; others stay as stored, and so do widths
     that are not whole groups."""
     shape = (int(weight.shape[0]), int(weight.shape[1]))
@@ -74,7 +77,7 @@ def pack_weight(library: NativeLibrary, workspace: int, weight: Weight, quantiza
         if target is not None and part.row_bytes > _row_bytes(library, FORMAT_OF[target], shape[1]):
             encoding, part = target, _as_float32(library, workspace, part, shape[1])
         form = FORMAT_OF[encoding]
-        segments.append((form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, shape[1])))
+        segments.append((form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, shape[1], memory)))
         encodings.append(encoding)
     return PackedWeight(shape, segments, tuple(encodings))
 
@@ -92,10 +95,16 @@ def _parts(weight: Weight) -> Iterator[StoredRows]:
 
 
 def _pack_rows(
-    library: NativeLibrary, workspace: int, form: PackedFormat, encoding: StoredEncoding, part: StoredRows, width: int
-) -> Tensor:
+    library: NativeLibrary,
+    workspace: int,
+    form: PackedFormat,
+    encoding: StoredEncoding,
+    part: StoredRows,
+    width: int,
+    memory: WeightMemory,
+) -> NDArray[np.uint8]:
     num_panels = -(-part.num_rows // _PANEL)
-    buffer = torch.zeros(num_panels * _PANEL * _row_bytes(library, form, width), dtype=torch.uint8)
+    buffer = memory.take(num_panels * _PANEL * _row_bytes(library, form, width))
     order = None if part.order is None else np.ascontiguousarray(part.order, np.int32)
     stored = part.read()
     library.functions.quire_pack(
@@ -107,7 +116,7 @@ def _pack_rows(
         None if order is None else order.ctypes.data,
         part.num_rows,
         width,
-        buffer.data_ptr(),
+        buffer.ctypes.data,
     )
     return buffer
 
@@ -117,7 +126,8 @@ def _as_float32(library: NativeLibrary, workspace: int, part: StoredRows, width:
     encoding = StoredEncoding[part.encoding]
     form = FORMAT_OF[encoding]
     packed = PackedWeight(
-        (part.num_rows, width), [(form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, width))]
+        (part.num_rows, width),
+        [(form, part.num_rows, _pack_rows(library, workspace, form, encoding, part, width, WeightMemory()))],
     )
     words = unpack_rows(library, packed, np.arange(part.num_rows), 1.0).view(torch.uint8).numpy()
     return StoredRows(StoredEncoding.F32.name, len(words), words.shape[1], lambda: words)

@@ -56,6 +56,17 @@ static inline void quantize_row(const float* x, int width, Quantized out) {
     }
 }
 
+// Weights behind those in use: a step of a few rows waits for memory, and the processor's own prefetching, which begins anew at
+// each page, comes too late for it.
+constexpr int kBytesAhead = 1280, kLine = 64;
+
+template <int kBytes>
+static inline void prefetch_weights(const void* weights) {
+    const char* ahead = static_cast<const char*>(weights) + kBytesAhead;
+#pragma GCC unroll 16
+    for (int i = 0; i < kBytes; i += kLine) __builtin_prefetch(ahead + i);
+}
+
 // Adds the products of one half of a group: four quads of codes, each used for all tokens.
 template <class F, int half, int kTokens, int kVectors>
 static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Dots (&total)[kTokens][kVectors]) {
@@ -90,6 +101,7 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
         for (int v = 0; v < kVectors; v++) total[t][v] = Simd::zero();
     const uint8_t* block = panel;
     for (int g = 0; g < groups; g++, block += F::kBytes) {
+        if constexpr (kTokens <= 4) prefetch_weights<F::kBytes>(block);
         Simd::Dots dots[F::kScales][kTokens][kVectors];
 #pragma GCC unroll 2
         for (int h = 0; h < F::kScales; h++)
@@ -157,6 +169,7 @@ static inline void plain_tile(const uint8_t* panel, int row, const float* x, int
     const auto* words = reinterpret_cast<const typename F::Word*>(panel) + F::rows_to_words(row);
     for (int i = 0; i < width; i += 2, words += 2 * kPanelRows) {
         const bool last = i + 1 == width;  // the weight behind it is a zero
+        if constexpr (kTokens <= 4) prefetch_weights<2 * kPanelRows * sizeof(typename F::Word)>(words);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const WeightPair pair = F::load(words + F::rows_to_words(v * Simd::kLanes));
