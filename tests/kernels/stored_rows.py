@@ -13,9 +13,10 @@ PLAIN = ("F32", "F16", "BF16")
 # Where a block has its half-precision numbers; gguf can quantize only some of these encodings, but decodes all.
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "IQ4_XS": (0,), "Q2_K": (80, 82),
 }  # fmt: skip
-SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # whose scales are a product, rounded to half precision when packed
+# Whose scales are a product, rounded to half precision when packed.
+SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS")
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", *SUPER_BLOCKS)
 ENCODINGS = (*PLAIN, *QUANTIZED)
 

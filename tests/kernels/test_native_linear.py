@@ -235,7 +235,7 @@ def test_quantization_at_load_makes_weights_smaller_and_leaves_small_ones_as_sto
 def test_memory_of_a_packed_weight_is_that_of_its_encoding() -> None:
     kernels = native_kernels()
     bits = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 5, "IQ4_NL": 4.5}
-    bits |= {"Q5_0": 5.5, "Q5_1": 6, "Q5_K": 6, "Q6_K": 7}
+    bits |= {"Q5_0": 5.5, "Q5_1": 6, "Q5_K": 6, "Q6_K": 7, "Q3_K": 5, "IQ4_XS": 4.5}
     for encoding in ENCODINGS:
         packed = kernels.pack(weight_of(WIDTH, stored(encoding, drawn_rows(encoding, 32, WIDTH))))
         assert packed.nbytes * 8 == 32 * WIDTH * bits[encoding], encoding

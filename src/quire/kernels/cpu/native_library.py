@@ -37,6 +37,7 @@ class PackedFormat(IntEnum):
     INT5 = 7
     INT5_MINIMUM = 8
     INT6 = 9
+    INT4_HALVES = 10
 
     @property
     def quantized(self) -> bool:
@@ -58,8 +59,10 @@ class StoredEncoding(IntEnum):
     Q5_K = 9
     Q6_K = 10
     IQ4_NL = 11
-    TO_INT8 = 12
-    TO_INT4 = 13
+    IQ4_XS = 12
+    Q3_K = 13
+    TO_INT8 = 14
+    TO_INT4 = 15
 
 
 FORMAT_OF = {
@@ -75,6 +78,8 @@ FORMAT_OF = {
     StoredEncoding.Q5_K: PackedFormat.INT5_MINIMUM,
     StoredEncoding.Q6_K: PackedFormat.INT6,
     StoredEncoding.IQ4_NL: PackedFormat.INT4_NON_LINEAR,
+    StoredEncoding.IQ4_XS: PackedFormat.INT4_NON_LINEAR,
+    StoredEncoding.Q3_K: PackedFormat.INT4_HALVES,
     StoredEncoding.TO_INT8: PackedFormat.INT8,
     StoredEncoding.TO_INT4: PackedFormat.INT4_MINIMUM,
 }

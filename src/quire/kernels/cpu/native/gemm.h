@@ -110,7 +110,8 @@ static inline Multiply multiply_for(int32_t format) {
         case kInt4NonLinear: return multiply_panels<QuantizedPanel<NonLinearFourBits>>;
         case kInt5: return multiply_panels<QuantizedPanel<FiveBits<16, false>>>;
         case kInt5Minimum: return multiply_panels<QuantizedPanel<FiveBits<0, true>>>;
-        default: return multiply_panels<QuantizedPanel<SixBits>>;
+        case kInt6: return multiply_panels<QuantizedPanel<SixBits>>;
+        default: return multiply_panels<QuantizedPanel<FourBitHalves>>;
     }
 }
 
@@ -133,6 +134,7 @@ static inline Gate gate_for(int32_t format) {
         case kInt5: return gate_at_once<FiveBits<16, false>>;
         case kInt5Minimum: return gate_at_once<FiveBits<0, true>>;
         case kInt6: return gate_at_once<SixBits>;
+        case kInt4Halves: return gate_at_once<FourBitHalves>;
     }
     return nullptr;
 }

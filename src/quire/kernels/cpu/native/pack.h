@@ -7,7 +7,7 @@ namespace quire {
 
 // Numbers that the Python side knows (`StoredEncoding`). The last two quantize rows of float32.
 enum Encoding : int32_t {
-    kStoredF32, kStoredF16, kStoredBF16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kToInt8, kToInt4,
+    kStoredF32, kStoredF16, kStoredBF16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kQ3_K, kToInt8, kToInt4,
 };
 
 struct DecodedGroup {
@@ -23,14 +23,15 @@ static inline Layout layout_of(int32_t format) {
     switch (format) {
         case kInt8: return {0, s, -1, -1, EightBits::kBytes};
         case kInt4: case kInt4NonLinear: return {0, -1, s, -1, s + n};
-        case kInt4Minimum: return {0, -1, 2 * s, -1, 2 * s + n};
+        case kInt4Minimum: case kInt4Halves: return {0, -1, 2 * s, -1, 2 * s + n};
         case kInt5: return {0, -1, s, s + n, s + n + kQuadBytes};
         case kInt5Minimum: return {0, -1, 2 * s, 2 * s + n, 2 * s + n + kQuadBytes};
         default: return {0, -1, 2 * s, 2 * s + n, SixBits::kBytes};
     }
 }
 
-static inline bool two_per_row(int32_t format) { return format == kInt4Minimum || format == kInt5Minimum || format == kInt6; }
+static inline bool has_half_scales(int32_t format) { return format == kInt6 || format == kInt4Halves; }
+static inline bool two_per_row(int32_t format) { return format == kInt4Minimum || format == kInt5Minimum || has_half_scales(format); }
 
 static inline int64_t panel_bytes(int32_t format, int width) {
     const int64_t even = (width + 1) / 2 * 2;
@@ -91,6 +92,25 @@ static inline void decode_q6(const uint8_t* block, int group, DecodedGroup& out)
     for (int h = 0; h < 2; h++) out.scales[h] = d * (float)(int8_t)block[192 + 8 * half + 2 * quarter + h];
 }
 
+// The high bits of the sixteen scales, of 6 bits each, are behind their low ones.
+static inline void decode_q3(const uint8_t* block, int group, DecodedGroup& out) {
+    const uint8_t *low = block + 32 + group / 4 * 32, *scales = block + 96;
+    const float d = stored_half(block + 108);
+    for (int i = 0; i < kGroup; i++)
+        out.codes[i] = (uint8_t)((low[i] >> 2 * (group % 4) & 3) + (block[i] >> group & 1 ? 8 : 4));
+    for (int h = 0; h < 2; h++) {
+        const int s = 2 * group + h;
+        const int bits = (s < 8 ? scales[s] & 15 : scales[s - 8] >> 4) | (scales[8 + s % 4] >> 2 * (s / 4) & 3) << 4;
+        out.scales[h] = d * (float)(bits - 32);
+    }
+}
+
+static inline void decode_iq4_xs(const uint8_t* block, int group, DecodedGroup& out) {
+    const int low = block[4 + group / 2] >> 4 * (group % 2) & 15, high = (block[2] | block[3] << 8) >> 2 * group & 3;
+    out.scales[0] = stored_half(block) * (float)((low | high << 4) - 32);
+    nibbles(block + 8 + 16 * group, out.codes);
+}
+
 static inline void to_int8(const float* x, DecodedGroup& out) {
     float high = 0.0f;
     for (int i = 0; i < kGroup; i++) high = std::max(high, std::fabs(x[i]));
@@ -145,6 +165,8 @@ static inline void decode_group(int32_t encoding, const uint8_t* row, int g, Dec
         case kQ4_K: decode_k(row + 144 * (g / 8), g % 8, false, out); break;
         case kQ5_K: decode_k(row + 176 * (g / 8), g % 8, true, out); break;
         case kQ6_K: decode_q6(row + 210 * (g / 8), g % 8, out); break;
+        case kIQ4_XS: decode_iq4_xs(row + 136 * (g / 8), g % 8, out); break;
+        case kQ3_K: decode_q3(row + 110 * (g / 8), g % 8, out); break;
         case kToInt8: to_int8(reinterpret_cast<const float*>(row) + g * kGroup, out); break;
         default: to_int4(reinterpret_cast<const float*>(row) + g * kGroup, out); break;
     }
@@ -157,7 +179,7 @@ static inline void write_group(int32_t format, const DecodedGroup& group, int ro
     const Layout layout = layout_of(format);
     auto* scales = reinterpret_cast<uint16_t*>(block);
     scales[row] = float_to_half(group.scales[0]);
-    if (two_per_row(format)) scales[kPanelRows + row] = float_to_half(format == kInt6 ? group.scales[1] : group.minimum);
+    if (two_per_row(format)) scales[kPanelRows + row] = float_to_half(has_half_scales(format) ? group.scales[1] : group.minimum);
     for (int i = 0; i < kGroup; i++) {
         const int quad = i / 4, at = place_in_quad(row, i);
         if (format == kInt8) {
@@ -239,6 +261,7 @@ static inline void unpack_row(int32_t format, const uint8_t* panel, int width, i
             switch (format) {
                 case kInt4: value = scale * (float)(code - 8); break;
                 case kInt5: value = scale * (float)(code - 16); break;
+                case kInt4Halves: value = (i < kGroup / 2 ? scale : second) * (float)(code - 8); break;
                 case kInt6: value = (i < kGroup / 2 ? scale : second) * (float)(code - 32); break;
                 case kInt4NonLinear: value = scale * (float)kNonLinear[code]; break;
                 default: value = scale * (float)code + second;

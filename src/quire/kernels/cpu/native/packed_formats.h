@@ -37,6 +37,15 @@ struct FourBits {
     static inline Simd::Bytes codes(const uint8_t* block, int at) { return nibbles_of<quad>(block + kCodes, at); }
 };
 
+struct FourBitHalves {  // each half of a group has its own scale
+    static constexpr int kOffset = 8, kScales = 2;
+    static constexpr bool kMinimum = false, kSigned = false;
+    static constexpr int kCodes = 2 * kScaleBytes;
+    static constexpr int kBytes = kCodes + kNibbleBytes;
+    template <int quad>
+    static inline Simd::Bytes codes(const uint8_t* block, int at) { return nibbles_of<quad>(block + kCodes, at); }
+};
+
 struct NonLinearFourBits {
     static constexpr int kOffset = 0, kScales = 1;
     static constexpr bool kMinimum = false, kSigned = true;
@@ -80,7 +89,7 @@ struct EightBits {
 
 // Numbers that the Python side knows (`PackedFormat`).
 enum Format : int32_t {
-    kFloat32, kFloat16, kBfloat16, kInt8, kInt4, kInt4Minimum, kInt4NonLinear, kInt5, kInt5Minimum, kInt6,
+    kFloat32, kFloat16, kBfloat16, kInt8, kInt4, kInt4Minimum, kInt4NonLinear, kInt5, kInt5Minimum, kInt6, kInt4Halves,
 };
 
 }  // namespace quire
