@@ -217,8 +217,7 @@ class AsyncLLM:
             states: list[RequestState] = []
             try:
                 for prompt, params in requests:
-                    client = self._llm.client
-                    states.append(client.submit(prompt, params, options=options, streaming=streaming, pooled=pooled))
+                    states.append(self._llm.submit(prompt, params, options=options, streaming=streaming, pooled=pooled))
             except BaseException:
                 self._abort(states)
                 raise

@@ -7,13 +7,14 @@ is read. Does not depend on torch or click.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, Literal, TypedDict, TypeVar
 
-from quire.core.errors import ConfigError, shown
+from quire.core.errors import ConfigError, QuireError, shown
 from quire.core.speculative import SPECULATIVE, SPECULATIVE_VALUES, is_speculative
 from quire.core.validation import convert_numpy
 
@@ -28,6 +29,7 @@ REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 Unit = Literal["bytes", "tokens"]
 Function = TypeVar("Function", bound=Callable[..., object])
 
+_FLAG = re.compile(r"(--[a-z]+(?:-[a-z]+)*)( ?)(\w*)")
 _MULTIPLES = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
@@ -70,7 +72,9 @@ class Setting:
             return
         expected = self._expected(value)
         if expected is not None:
-            raise ConfigError(f"{name} must be {expected}, not {shown(value)}.", param=name)
+            hint = foreign_value_hint(name, value, as_flags=False)
+            instead = "." if hint is None else f": {hint}."
+            raise ConfigError(f"{name} must be {expected}, not {shown(value)}{instead}", param=name)
 
     def _expected(self, value: object) -> str | None:
         """What the value should have been, or None if it is valid. NaN fails every comparison."""
@@ -289,11 +293,51 @@ def check_names(names: Iterable[str]) -> None:
 
 def foreign_hint(name: str, *, as_flags: bool) -> str | None:
     """What replaces an option or keyword of another engine, in the spelling of the command line or of Python."""
-    hint = _FOREIGN.get(name)
-    if hint is None:
-        return None
+    hint = _FOREIGN.get(name) if as_flags else _FOREIGN_IN_PYTHON.get(name, _FOREIGN.get(name))
+    return None if hint is None else _spelled(hint, as_flags)
+
+
+def foreign_value_hint(name: str, value: object, *, as_flags: bool) -> str | None:
+    """What replaces a setting's value in the words of another engine."""
+    hint = _FOREIGN_VALUES.get(name, {}).get(value.lower()) if isinstance(value, str) else None
+    return None if hint is None else _spelled(hint, as_flags)
+
+
+def _spelled(hint: str, as_flags: bool) -> str:
     known = {declared.name: setting_of(declared).flag or declared.name for declared in fields(EngineConfig)}
     return hint.format_map(known if as_flags else {each: each for each in known})
+
+
+@contextmanager
+def keywords_in_errors() -> Iterator[None]:
+    """An error of this block names settings as keywords of Python, `max_model_len=512`, instead of as flags."""
+    try:
+        yield
+    except QuireError as error:
+        error.message = flags_as_keywords(error.message)
+        error.args = (error.message, *error.args[1:])
+        raise
+
+
+def flags_as_keywords(message: str) -> str:
+    """`--dtype bfloat16` as `dtype="bfloat16"`, `--kv-cache-memory` without a value as `kv_cache_memory`."""
+    declared = {setting_of(each).flag: each for each in fields(EngineConfig)}
+
+    def replaced(found: re.Match[str]) -> str:
+        flag, space, value = found.groups()
+        positive = flag.replace("--no-", "--")
+        if positive not in declared:
+            return found[0]
+        name, setting = declared[positive].name, setting_of(declared[positive])
+        if setting.kind == "switch":
+            return f"{name}={positive == flag}{space}{value}"
+        if setting.kind == "integer" and value.isdecimal():
+            return f"{name}={value}"
+        if value in setting.choices:
+            return f'{name}="{value}"'
+        return f"{name}{space}{value}"
+
+    return _FLAG.sub(replaced, message)
 
 
 def shows_settings(function: Function) -> Function:
@@ -407,3 +451,37 @@ _FOREIGN = {
     "main_gpu": "the variable CUDA_VISIBLE_DEVICES chooses a GPU; omit it",
     "max_tokens": "each request brings its own max_tokens; omit it",
 }
+# The same in Python, where it differs.
+_FOREIGN_IN_PYTHON = {
+    "alias": "a name of the model in the API is for quire serve; omit it",
+    "chat_template_file": "chat takes chat_template, the text of a template",
+    "reasoning_format": "chat finds the model's format of reasoning by its template; omit it",
+}
+_HALF = "use float16, or on a CPU bfloat16"
+_FLOAT16, _BFLOAT16, _FLOAT32 = "use float16", "use bfloat16", "use float32"
+_AT_LOAD = "quantized weights are read from GGUF files, and on a CPU int8 or int4 quantizes others at load"
+_NARROW = "weights of 8 or 4 bits are {quantization} int8 or int4, on a CPU, or a GGUF file"
+_NARROW_KV = "8 bits are int8, on a CPU"
+# Values of settings in the words of other engines.
+_FOREIGN_VALUES = {
+    "dtype": {
+        "half": _HALF, "fp16": _HALF, "f16": _HALF, "bf16": _BFLOAT16, "float": _FLOAT32, "fp32": _FLOAT32,
+        "f32": _FLOAT32, "fp8": _NARROW, "float8": _NARROW, "int8": _NARROW, "int4": _NARROW, "q8_0": _NARROW,
+        "q4_0": _NARROW,
+    },
+    "quantization": {
+        "awq": _AT_LOAD, "gptq": _AT_LOAD, "fp8": _AT_LOAD, "bitsandbytes": _AT_LOAD, "compressed-tensors": _AT_LOAD,
+        "gguf": "a GGUF file is read as it is; omit it", "q8_0": "use int8", "q4_0": "use int4",
+    },
+    "kv_cache_dtype": {
+        "half": _FLOAT16, "fp16": _FLOAT16, "f16": _FLOAT16, "bf16": _BFLOAT16, "fp32": _FLOAT32, "f32": _FLOAT32,
+        "fp8": _NARROW_KV, "fp8_e4m3": _NARROW_KV, "fp8_e5m2": _NARROW_KV, "q8_0": _NARROW_KV,
+    },
+    "attention_backend": {"flash_attn": "use fa3", "triton": "use quire", "sdpa": "use torch"},
+    "load_format": dict.fromkeys(("safetensors", "gguf", "pt"), "auto reads safetensors and GGUF files; omit it"),
+    "device": {
+        "gpu": "use cuda",
+        "cuda:0": "use cuda; the variable CUDA_VISIBLE_DEVICES chooses a GPU",
+        "mps": "Apple's GPUs are not used; use cpu",
+    },
+}  # fmt: skip

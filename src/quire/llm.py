@@ -4,7 +4,8 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Integral
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.config import EngineConfig, SettingsDict, check_names, shows_settings
+from quire.config import EngineConfig, SettingsDict, check_names, keywords_in_errors, shows_settings
 from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
@@ -30,7 +31,7 @@ from quire.engine.local_client import (
     interrupts_deferred,
     note_engine_process,
 )
-from quire.engine.messages import RequestOptions, RequestOptionsDict, options_of
+from quire.engine.messages import RequestOptions, RequestOptionsDict, SubmitOptions, options_of
 from quire.engine.model_format import DeclaredTool, ModelFormat, find_model_format
 from quire.engine.open_model import default_params
 from quire.engine.output_processor import Prompt, as_list
@@ -67,21 +68,23 @@ class LLM:
         path = os.fspath(model) if isinstance(model, os.PathLike) else model
         config = EngineConfig(model=path, **settings)  # type: ignore[arg-type]  # EngineConfig parses and checks each
         check_not_forked()
-        self._serve(build(config, watch))
+        with keywords_in_errors():
+            self._serve(build(config, watch), keywords_in_errors)
 
     @classmethod
     def over(cls, built: BuiltEngine) -> "LLM":
-        """The same over an engine that was built elsewhere."""
+        """The same over an engine that was built elsewhere. Errors name settings as flags of the command line."""
         llm = cls.__new__(cls)
-        llm._serve(built)
+        llm._serve(built, nullcontext)
         return llm
 
-    def _serve(self, built: BuiltEngine) -> None:
+    def _serve(self, built: BuiltEngine, in_errors: Callable[[], AbstractContextManager[None]]) -> None:
         note_engine_process()
         self._built: BuiltEngine | None = built
         self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
         self._abandoned: deque[RequestState] = deque()
         self._format: ModelFormat | None = None
+        self._in_errors = in_errors
 
     def __repr__(self) -> str:
         built = self._built
@@ -117,6 +120,11 @@ class LLM:
     def client(self) -> LocalClient:
         check_not_forked()  # on the compute path only: the tokenizer may be used in a forked process
         return self.built.client
+
+    def submit(self, prompt: Prompt, params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestState:
+        """Queue a prompt; all other methods read its outputs."""
+        with self._in_errors():
+            return self.client.submit(prompt, params, **keywords)
 
     def get_tokenizer(self) -> Tokenizer:
         tokenizer = self.built.tokenizer
@@ -264,7 +272,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_options = options_of(options, with_progress=False)
         with self.client.lock:
-            state = self.client.submit(prompt, params, options=request_options, streaming=True)
+            state = self.submit(prompt, params, options=request_options, streaming=True)
             stream = DeltaStream(self.client, state, self._step, self._abandoned)
             self._readers[state.request_id] = stream
             return stream
@@ -344,7 +352,7 @@ class LLM:
         try:
             with self.client.lock:  # no step before all of them are queued
                 for prompt, each in zip(prompts, params, strict=True):
-                    states.append(self.client.submit(prompt, each, options=options, pooled=pooled))
+                    states.append(self.submit(prompt, each, options=options, pooled=pooled))
                 pending = PendingOutputs(states)
                 self._readers.update(dict.fromkeys((state.request_id for state in states), pending))
             self._wait(pending, progress)

@@ -79,10 +79,12 @@ class Chromium:
         whole, _, self._rest = self._rest.partition(b"\0")
         return json.loads(whole)  # type: ignore[no-any-return]
 
-    def tab(self, url: str, *, width: int = 1200, height: int = 800, dark: bool = False) -> "Tab":
+    def tab(
+        self, url: str, *, width: int = 1200, height: int = 800, dark: bool = False, touched: bool = False
+    ) -> "Tab":
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        return Tab(self, session, url, width, height, dark)
+        return Tab(self, session, url, width, height, dark, touched)
 
     def close(self) -> None:
         children.end(self._process)
@@ -93,7 +95,9 @@ class Chromium:
 class Tab:
     """One page."""
 
-    def __init__(self, browser: Chromium, session: str, url: str, width: int, height: int, dark: bool) -> None:
+    def __init__(
+        self, browser: Chromium, session: str, url: str, width: int, height: int, dark: bool, touched: bool
+    ) -> None:
         self._browser = browser
         self._session = session
         for domain in ("Page", "Runtime", "Log"):
@@ -103,6 +107,8 @@ class Tab:
         )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[theme])
+        if touched:  # as a phone: its pointer is coarse
+            self._call("Emulation.setTouchEmulationEnabled", enabled=True)
         self.go(url)
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

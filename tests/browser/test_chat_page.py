@@ -243,47 +243,72 @@ def test_json_answers_are_shown_as_json(tab: Callable[..., Tab]) -> None:
     finished(page)
     page.until("document.querySelector('.hl-attr')")
     stored = page.run("JSON.parse(localStorage.getItem('quire.settings'))")
-    assert stored == {"temperature": 0.3, "top_p": 0.95, "system": "Be brief.", "json": True}
+    assert stored == {"temperature": 0.3, "system": "Be brief.", "json": True}, "only what was set"
 
 
-def test_a_server_with_keys_serves_the_page_which_asks_for_the_key(
-    browser: Chromium, default_model_path: Path, tmp_path: Path
+def test_an_empty_setting_shows_the_default_of_the_model(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    page.until("document.getElementById('model').innerText.includes('smollm2')")
+    click(page, "#open-settings")
+    field = "(({ value, placeholder }) => [value, placeholder])(document.getElementById('field-%s'))"
+    assert page.run(field % "temperature") == ["", "default: 0.2"]
+    assert page.run(field % "seed") == ["", "default"]
+
+
+@pytest.mark.parametrize("touched, lines", [(True, ["one", "two"]), (False, [])])
+def test_enter_begins_a_line_on_a_phone_and_sends_elsewhere(
+    tab: Callable[..., Tab], touched: bool, lines: list[str]
 ) -> None:
-    with local_server(tmp_path, LINES, "--api-key", KEY) as server:
-        page = browser.tab(server.url)
-        page.until("document.getElementById('key-dialog').open")
-        page.run("document.getElementById('key').value = 'wrong', document.querySelector('#key-dialog .go').click()")
-        page.until("document.getElementById('key-reason').innerText.includes('does not know this key')")
-        page.until("document.getElementById('key-dialog').open")
-        page.run(f"document.getElementById('key').value = '{KEY}', document.querySelector('#key-dialog .go').click()")
-        page.until("document.getElementById('model').innerText.includes('smollm2')")
-        ask(page, "hello")
+    page = tab(width=390, touched=touched)
+    write(page, "one")
+    page.press("Enter")
+    if touched:
+        page.type("two")
+    assert page.run("document.getElementById('text').value.split('\\n').filter(Boolean)") == lines
+    if not touched:
         finished(page)
-        assert "A short answer." in log(page)
-        assert page.run("localStorage.getItem('quire.key')") is None, "only where it was asked for"
+    assert page.run("document.querySelectorAll('article').length") == (0 if touched else 2)
 
 
-def test_the_key_dialog_can_be_left_and_keeps_a_remembered_key(
-    browser: Chromium, default_model_path: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def key_page(browser: Chromium, default_model_path: Path, tmp_path: Path) -> Iterator[Tab]:
+    """The page of a server with a key, which it asks for."""
     with local_server(tmp_path, LINES, "--api-key", KEY) as server:
         page = browser.tab(server.url)
         page.until("document.getElementById('key-dialog').open")
-        page.press("Escape")
-        page.until("!document.getElementById('key-dialog').open")
-        assert (
-            page.run("new Promise((done) => setTimeout(() => done(document.querySelector('dialog[open]')), 300))")
-            is None
-        )
-        click(page, "#open-key")
-        page.run(f"document.getElementById('key').value = '{KEY}', document.getElementById('remember').click()")
-        click(page, "#key-dialog .go")
-        page.until("document.getElementById('model').innerText.includes('smollm2')")
-        click(page, "#open-key")
-        assert page.run("document.getElementById('remember').checked")
-        page.press("Escape")
-        page.until("!document.getElementById('key-dialog').open")
-        assert page.run("localStorage.getItem('quire.key')") == KEY, "looked at, not changed"
+        yield page
+
+
+def give_key(page: Tab, key: str) -> None:
+    page.run(f"document.getElementById('key').value = '{key}', document.querySelector('#key-dialog .go').click()")
+
+
+def test_a_server_with_keys_serves_the_page_which_asks_for_the_key(key_page: Tab) -> None:
+    give_key(key_page, "wrong")
+    key_page.until("document.getElementById('key-reason').innerText.includes('does not know this key')")
+    key_page.until("document.getElementById('key-dialog').open")
+    give_key(key_page, KEY)
+    key_page.until("document.getElementById('model').innerText.includes('smollm2')")
+    ask(key_page, "hello")
+    finished(key_page)
+    assert "A short answer." in log(key_page)
+    assert key_page.run("localStorage.getItem('quire.key')") is None, "only where it was asked for"
+
+
+def test_the_key_dialog_can_be_left_and_keeps_a_remembered_key(key_page: Tab) -> None:
+    key_page.press("Escape")
+    key_page.until("!document.getElementById('key-dialog').open")
+    later = "new Promise((done) => setTimeout(() => done(document.querySelector('dialog[open]')), 300))"
+    assert key_page.run(later) is None
+    click(key_page, "#open-key")
+    click(key_page, "#remember")
+    give_key(key_page, KEY)
+    key_page.until("document.getElementById('model').innerText.includes('smollm2')")
+    click(key_page, "#open-key")
+    assert key_page.run("document.getElementById('remember').checked")
+    key_page.press("Escape")
+    key_page.until("!document.getElementById('key-dialog').open")
+    assert key_page.run("localStorage.getItem('quire.key')") == KEY, "looked at, not changed"
 
 
 def test_an_answer_in_another_tab_is_not_interrupted_and_an_edit_is_kept(tab: Callable[..., Tab]) -> None:

@@ -132,6 +132,8 @@ def test_a_saved_chat_is_continued(chat: Chat, echo: Echo, tmp_path: Path, capsy
     assert echo.asked[-1] == ["be brief", "one", "ONE", "two", "TWO", "three"]
     assert (echo.settings, echo.name) == ({"temperature": 0.5}, "other")
     assert "Loaded: 2 questions." in (said := capsys.readouterr().err) and "other answers; others: echo." in said
+    chat.handle(f"/save {tmp_path}/")
+    assert f"is a folder; name a file in it, such as {tmp_path}/chat.json." in capsys.readouterr().err.replace("\n", "")
     chat.handle(f"/save {tmp_path}/mine.json")
     assert json.loads((tmp_path / "mine.json").read_text())["model"] == "other"
 

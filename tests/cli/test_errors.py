@@ -37,7 +37,7 @@ from tests.cli.commands import Shell
         ("top http://127.0.0.1:99999 --once", "is not a server address"),
         ("serve --host 0.0.0.0", "--insecure-no-key"),
         ("serve --host 0.0.0.0 --admin-key k", "--insecure-no-key"),
-        ("serve --host 256.1.1.1 --api-key k", "--host is an address of this machine"),
+        ("serve --host no.such.host.invalid --api-key k", "--host is an address of this machine"),
         ("serve --host 192.0.2.1 --api-key k", "--host is an address of this machine"),
         ("serve --served-model-name=", "--served-model-name is empty"),
         ("serve --api-key-file nowhere", "Cannot read the keys in nowhere: No such file"),
@@ -54,7 +54,7 @@ from tests.cli.commands import Shell
         ("serve --otlp-endpoint http://", "'http://' is not a collector URL"),
         ("serve --otlp-endpoint http://[::1", "is not a collector URL"),
         ("serve --max-body 0", "--max-body must be at least 1 byte"),
-        ("serve --host 256.1.1.1 --insecure-no-key", "Cannot listen on 256.1.1.1:8000"),
+        ("serve --host 192.0.2.1 --insecure-no-key", "Cannot listen on 192.0.2.1:8000"),
     ],
 )
 def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:

@@ -254,8 +254,10 @@ def test_a_keyed_server_opens_to_the_first_key_of_its_file(
     keys.write_text("# ours\nsk-top name=top\n")
     with scripted(tmp_path, [{"say": "hi"}], "--api-key-file", str(keys)) as url:
         refused = quire("top", url, "--once", "--every", "0.1")
-        assert refused.status != 0 and "--api-key-file" in refused.err
+        assert refused.status != 0 and "--api-key-file, --api-key or QUIRE_API_KEY" in refused.err
         assert quire("top", url, "--once", "--every", "0.1", "--api-key-file", str(keys)).status == 0
+        assert quire("top", url, "--once", "--every", "0.1", "--api-key", "sk-top").status == 0
+        assert quire("top", url, "--once", "--every", "0.1", "--api-key", "sk-other").status != 0
 
 
 def test_a_file_of_bytes_holds_no_keys(quire: Shell, tmp_path: Path) -> None:

@@ -6,7 +6,18 @@ from typing import get_type_hints
 
 import pytest
 
-from quire.config import OVERCOMMITS, REGIMES, EngineConfig, SettingsDict, check_names, setting_of, shows_settings
+from quire.config import (
+    _FOREIGN_VALUES,
+    OVERCOMMITS,
+    REGIMES,
+    EngineConfig,
+    SettingsDict,
+    check_names,
+    flags_as_keywords,
+    foreign_value_hint,
+    setting_of,
+    shows_settings,
+)
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
 from quire.engine.resolved_config import GIB, MachineInfo, resolve, resolve_dtype
@@ -163,6 +174,7 @@ def test_help_shows_every_setting():
         ("cache_type_k", "use kv_cache_dtype, for keys and values."),
         ("gpu_memory_utilisation", "did you mean gpu_memory_utilization?"),
         ("max_num_seq", "did you mean max_num_seqs?"),
+        ("chat_template_file", "chat takes chat_template, the text of a template."),
         ("xyz", "the settings are model, revision,"),
     ],
 )
@@ -172,6 +184,48 @@ def test_an_unknown_keyword_is_refused_with_a_hint(name, hint):
     assert isinstance(caught.value, TypeError), "as for any Python function"
     assert caught.value.param == name
     assert caught.value.message.startswith(f"There is no {name} here: {hint}")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Use --max-model-len 512 or less.", "Use max_model_len=512 or less."),
+        ("use --dtype bfloat16 or --dtype float32.", 'use dtype="bfloat16" or dtype="float32".'),
+        ("Omit --attention-backend, or", "Omit attention_backend, or"),
+        ("--attention-backend asks for fa3", "attention_backend asks for fa3"),
+        ("a larger KV cache (--kv-cache-memory).", "a larger KV cache (kv_cache_memory)."),
+        ("omit --no-enable-prefix-caching and --regime.", "omit enable_prefix_caching=False and regime."),
+        ("Use --enable-prefix-caching, or --host-kv-memory 0.", "Use enable_prefix_caching=True, or host_kv_memory=0."),
+        ("Use --speculative draft:x, or --itl-target.", "Use speculative draft:x, or itl_target_ms."),
+        ("use --replicas of quire serve", "use --replicas of quire serve"),
+    ],
+)
+def test_flags_in_an_error_become_keywords(message, expected):
+    assert flags_as_keywords(message) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("dtype", "half", "use float16, or on a CPU bfloat16."),
+        ("dtype", "float", "use float32."),
+        ("dtype", "FP8", "weights of 8 or 4 bits are quantization int8 or int4, on a CPU, or a GGUF file."),
+        ("device", "gpu", "use cuda."),
+        ("kv_cache_dtype", "fp8", "8 bits are int8, on a CPU."),
+        ("dtype", "decimal", "float32, not 'decimal'."),
+    ],
+)
+def test_a_value_of_another_engine_gets_a_hint(name, value, hint):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    assert caught.value.message.endswith(hint)
+
+
+def test_every_hint_is_for_a_value_that_is_refused():
+    declared = {field.name: setting_of(field) for field in fields(EngineConfig)}
+    for name, hints in _FOREIGN_VALUES.items():
+        assert not set(hints) & set(declared[name].choices), name
+        assert all(foreign_value_hint(name, value, as_flags=True) for value in hints), name
 
 
 def test_only_whole_blocks_count():

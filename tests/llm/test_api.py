@@ -39,6 +39,18 @@ def test_a_prompt_is_the_same_in_every_form(llm):
     assert [output.prompt for output in together] == ["Hello", "Hello", None, None, None]
 
 
+def test_errors_name_settings_as_keywords(llm, tiny_folder):
+    """What the command line names as flags; of the constructor and of requests."""
+    with pytest.raises(QuireError, match=r"Use max_model_len=\d+ or less\.$") as caught:
+        LLM(str(tiny_folder), max_model_len="8m")
+    assert "--" not in caught.value.message and str(caught.value) == caught.value.message
+    with pytest.raises(InvalidParameter, match=r"start it with max_num_seqs=100\.$"):
+        llm.generate("a", SamplingParams(n=100))
+    over = LLM.over(llm.built)  # as the command line does
+    with pytest.raises(InvalidParameter, match=r"start it with --max-num-seqs 100\.$"):
+        over.generate("a", SamplingParams(n=100))
+
+
 def test_a_process_without_stderr_can_generate(llm, monkeypatch):
     """As daemons and windowed programs are."""
     monkeypatch.setattr(sys, "stderr", None)

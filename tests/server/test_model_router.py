@@ -65,7 +65,8 @@ def test_models_are_listed_with_their_state(pair: LocalServer) -> None:
         answer(ask(client, "a"))
         answer(ask(client, "b"))
         assert statuses(client) == {"a": "loaded", "first": "loaded", "b": "loaded"}
-        assert client.get("/v1/models/b").json()["max_model_len"] == 512
+        card = client.get("/v1/models/b").json()
+        assert (card["max_model_len"], card["default_sampling_params"]["temperature"]) == (512, 0.2)
         assert [each["name"] for each in client.get("/api/tags").json()["models"]] == [
             "a:latest",
             "first:latest",

@@ -1,7 +1,6 @@
-"""Options of serve about access: keys, origins, sizes, files, TLS, logs. Checked before a model is opened."""
+"""Options of serve about access: keys, origins, sizes, files, TLS, logs, as the web server uses them."""
 
 import asyncio
-import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +10,13 @@ from typing import Any, cast
 
 from starlette.types import ASGIApp
 
-from quire.core.errors import ConfigError
+from quire.cli.serve_checks import read_access
 from quire.server.app import ADMIN_ROUTES, STATIC_ROUTES, UPLOAD_ROUTES, Application
 from quire.server.batch.service import BatchService
 from quire.server.batch_store import BatchStore
 from quire.server.context import ServerState
 from quire.server.file_store import MAX_FILE_BYTES, FileStore
 from quire.server.http.access import AccessOptions
-from quire.server.http.auth import make_key_ring
 from quire.server.http.logs import LogFormat, LogWriter, log_request
 from quire.server.http.middleware import RequestLogger, RequestObserver, secure
 from quire.server.http.protocol import connection_limits, guarded
@@ -33,11 +31,10 @@ class AccessSettings:
     """The access settings among the options of `quire serve`."""
 
     def __init__(self, host: str, given: Mapping[str, Any]) -> None:
-        self._keys = make_key_ring(
-            given["api_keys"], given["api_key_file"], given["admin_key"], given["admin_key_file"]
-        )
+        checked = read_access(given)
+        self._keys = checked.keys
         self._options = AccessOptions(
-            _body_limit(given["max_body_bytes"]),
+            checked.max_body_bytes,
             tuple(given["allowed_origins"]),
             ADMIN_ROUTES,
             tuple(STATIC_ROUTES),
@@ -48,16 +45,12 @@ class AccessSettings:
         self._files_dir: Path | None = given["files_dir"]
         self._files_limit: int = given["files_limit_bytes"]
         self._batches: asyncio.Task[None] | None = None
-        self._root_path = _root_path(given["root_path"])
-        self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
+        self._root_path = checked.root_path
+        self._certificate = checked.certificate
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
         self._observers: list[RequestObserver] = [log_request]
         self._requests: RequestLogger
         self._metrics: Metrics
-
-    @property
-    def keyed(self) -> bool:
-        return not self._keys.open
 
     @property
     def scheme(self) -> str:
@@ -120,32 +113,3 @@ class AccessSettings:
         self._log.install()
         with self._log.writing():
             yield
-
-
-def _body_limit(num_bytes: int | None) -> int:
-    if not num_bytes:
-        raise ConfigError("--max-body must be at least 1 byte.", param="max_body")
-    return num_bytes
-
-
-def _root_path(path: str) -> str:
-    if path and (not path.isascii() or not path.startswith("/") or path.endswith("/")):
-        raise ConfigError(
-            f"--root-path {path!r:.100} must be empty, or begin with a slash and not end with one.", param="root_path"
-        )
-    return path
-
-
-def _certificate(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
-    if certificate is None:
-        if key is not None:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile.", param="ssl_certfile")
-        return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except OSError as error:  # ssl.SSLError is one
-        reason = error.strerror or "it cannot be read"
-        if isinstance(error, ssl.SSLError):
-            reason = "they are not a certificate and its key in PEM form, without a password"
-        raise ConfigError(f"Cannot use the certificate {certificate}: {reason}.", param="ssl_certfile") from error
-    return certificate, key

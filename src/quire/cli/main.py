@@ -304,6 +304,9 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
     tables = read_tables(ctx)
     if not tables:
         check_model(model, given)
+    from quire.cli.serve_checks import check_address
+
+    check_address(host, given)
     with stops_on_sigterm():
         with loading_status():
             from quire.cli.serve import serve as work

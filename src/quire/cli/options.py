@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from quire.catalog.locate import find_model
 from quire.catalog.store import models_folder
-from quire.config import EngineConfig, check_names, parse_size, setting_of
+from quire.config import EngineConfig, check_names, foreign_value_hint, parse_size, setting_of
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.core.speculative import SPECULATIVE_VALUES, is_speculative
@@ -82,6 +82,23 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
         return number
 
 
+class SettingChoice(click.Choice):  # type: ignore[type-arg]  # generic only in newer releases
+    """As click's own; a word of another engine gets a hint."""
+
+    def __init__(self, name: str, choices: tuple[str, ...]) -> None:
+        super().__init__(choices)
+        self._setting = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            hint = foreign_value_hint(self._setting, value, as_flags=True)
+            if hint is None:
+                raise
+            self.fail(f"{error.message.rstrip('.')}: {hint}.", param, ctx)
+
+
 class DraftsType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
     """Where drafts come from: `off`, `ngram`, `draft:MODEL`, `ngram+draft:MODEL` and others."""
 
@@ -101,7 +118,7 @@ def _engine_option(declared: Field[Any]) -> Decorator[Any]:
     kind: Any = str
     match setting.kind:
         case "choice":
-            kind = click.Choice(setting.choices)
+            kind = SettingChoice(declared.name, setting.choices)
         case "drafts":
             kind = DraftsType()
         case "number":

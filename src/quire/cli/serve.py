@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
@@ -21,7 +20,6 @@ from quire.cli.options import (
     check_kv_events,
     check_record,
     check_serving,
-    check_tracing,
     engine_config,
     read_replica_limits,
 )
@@ -82,8 +80,6 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
     from quire.server.http.logs import LogWriter
 
     access = AccessSettings(host, given)
-    _check_host(host, keyed=access.keyed, insecure=bool(given["insecure_no_key"]))
-    _check_endpoint(given["otlp_endpoint"])
     check_kv_events(given["kv_events"])
     check_record(given["record"])
     check_several(model, given, tables)
@@ -143,22 +139,6 @@ def _serve_one(
     with access.logging(), progress, contextlib.closing(tracing) if tracing else contextlib.nullcontext():
         make = partial(Server, server_config, observers)
         serve_until_signal(make, listening, secure, access.uvicorn_settings, given["drain_s"])
-
-
-def _check_endpoint(endpoint: str | None) -> None:
-    if endpoint is None:
-        return
-    try:
-        parts = urlsplit(endpoint)
-        is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # an unclosed bracket, or a port that is not a number
-        is_one = False
-    if not is_one:
-        raise ConfigError(
-            f"--otlp-endpoint {endpoint!r:.100} is not a collector URL, such as http://127.0.0.1:4318.",
-            param="otlp_endpoint",
-        )
-    check_tracing()
 
 
 def open_tracer(endpoint: str | None) -> Any:
@@ -234,18 +214,6 @@ def _announce(say: Callable[[str], None], url: str, started_s: float) -> None:
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """
         """-d '{"messages":[{"role":"user","content":"hi"}]}'"""
     )
-
-
-def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
-    """Without keys every client that reaches the port may use the model: only on this machine, unless allowed."""
-    from quire.server.http.access import is_loopback
-
-    if not (keyed or insecure or is_loopback(host)):
-        raise ConfigError(
-            f"Serving on {host} would let every client that can reach it use the model. Give keys with --api-key-file "
-            f"or --api-key, use --host 127.0.0.1, or use --insecure-no-key.",
-            param="host",
-        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -208,7 +208,7 @@ class OutOfMemory(QuireError):
         super().__init__(
             f"Out of memory for a step: the largest request was ended so that the others could continue. This request "
             f"has {num_prompt} prompt tokens and {longest} in {num_sequences} sequence(s). "
-            f"Ask for less at once, or start the engine with a smaller --max-num-batched-tokens."
+            f"Ask for less at once, or start the engine with a smaller max_num_batched_tokens."
         )
 
 

@@ -19,7 +19,7 @@ from quire.core.sampling import LONGEST_TOKEN, SamplingParams
 from quire.engine.model_format import ModelFormat, find_model_format
 from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
-from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
@@ -113,6 +113,7 @@ class ModelSummary:
     num_bytes: int
     num_parameters: int
     encoding: str  # of most bytes: Q4_1, BF16, …
+    sampling: GenerationDefaults
 
 
 def summarize(checkpoint: Checkpoint) -> ModelSummary:
@@ -122,6 +123,7 @@ def summarize(checkpoint: Checkpoint) -> ModelSummary:
         num_bytes=checkpoint.num_bytes,
         num_parameters=checkpoint.num_parameters,
         encoding=next(iter(checkpoint.encoding_bytes), "unknown"),
+        sampling=checkpoint.defaults,
     )
 
 

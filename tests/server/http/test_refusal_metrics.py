@@ -62,6 +62,7 @@ def test_a_failure_is_counted_once_wherever_it_happens(narrow: LocalServer, body
     with narrow.client() as client:
         before = by_code(client)
         client.post("/v1/completions", json=body)
+        wait_until(lambda: bool(gained(client, before)))  # it is counted after the response is sent
         assert gained(client, before) == {code: 1}
 
 

@@ -76,6 +76,22 @@ def test_the_body_has_what_was_set_and_nothing_else(page: Page) -> None:
     assert body["response_format"] == {"type": "json_object"} and not {"seed", "x", "json", "system"} & set(body)
 
 
+def test_what_the_model_says_of_sampling_is_not_sent(page: Page) -> None:
+    """To a model that names no temperature, 0.7 is sent as by quire chat; to one that does, nothing."""
+    page.do('globalThis.it = talk("a", "hi");')
+
+    def sent(own: dict[str, float], **settings: float) -> dict[str, float]:
+        page.run("it.settings = settings", settings=settings)
+        body = page.run("requestBody(it, it.leaf, { default_sampling_params: own })", own=own)
+        return {name: body[name] for name in ("temperature", "top_p", "top_k") if name in body}
+
+    assert sent({}) == page.run("defaultsOf({ default_sampling_params: {} })") == {"temperature": 0.7, "top_p": 0.95}
+    assert sent({"top_k": 20}, temperature=0.2) == {"temperature": 0.2, "top_p": 0.95}
+    own = {"temperature": 0.6, "top_k": 20}
+    assert (sent(own), sent(own, top_p=0.5)) == ({}, {"top_p": 0.5})
+    assert page.run("defaultsOf({ default_sampling_params: own })", own=own) == own
+
+
 def test_conversations_are_listed_and_searched(page: Page) -> None:
     page.do("""
     for (const [id, text, updated] of [["a", "Paris in spring", 1], ["b", "Rome", 3], ["c", "Oslo", 2]]) {
@@ -173,7 +189,7 @@ def test_an_export_can_be_imported_elsewhere(page: Page) -> None:
     assert "full: 1 of 2 conversations were imported" in page.run("refused(text)", text=exported)
 
 
-def test_the_first_visitor_gets_a_moderate_temperature(page: Page) -> None:
-    assert page.run("store.settings") == {"temperature": 0.7, "top_p": 0.95}
+def test_a_setting_is_kept_only_where_one_was_set(page: Page) -> None:
+    assert page.run("store.settings") == {}
     page.do("store.settings = { temperature: 0 };")
     assert page.run("store.settings") == {"temperature": 0}

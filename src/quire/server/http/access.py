@@ -15,7 +15,7 @@ from starlette.routing import Match, Router, compile_path
 from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import ConfigError
-from quire.server.http.auth import ANONYMOUS, Identity, KeyRing
+from quire.server.http.auth import ANONYMOUS, Identity, KeyRing, is_loopback
 from quire.server.http.errors import AdminOnly, BodyTooLarge, ForeignOrigin, Unauthorized, UnsupportedMediaType
 from quire.server.http.request_context import RequestContext, context_of, route_path
 
@@ -202,14 +202,6 @@ def _is_curl(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     body, too, but no browser does so without one of these headers."""
     form = headers.get(b"content-type", b"").strip().lower() == b"application/x-www-form-urlencoded"
     return form and route_path(scope).startswith("/api/") and headers.keys().isdisjoint(_BROWSER_HEADERS)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's own, which no other can reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _host(origin: str) -> str:

@@ -68,6 +68,14 @@ def network_of(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed), _IPV6_SITE_BITS), strict=False))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own, which no other can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class KeyRing:
     """The keys of this server. Without keys it is open; an admin key alone closes only the admin routes."""
 

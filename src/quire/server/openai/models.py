@@ -1,6 +1,8 @@
 """GET /v1/models and /version; tokenization without generation: /tokenize, /detokenize, /tokenizer_info,
 /apply-template."""
 
+from dataclasses import asdict
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -41,6 +43,9 @@ def _card(listed: ListedModel, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+    if model.summary is not None:
+        own = asdict(model.summary.sampling)
+        card["default_sampling_params"] = {field: value for field, value in own.items() if value is not None}
     if listed.status is not None:  # as llama.cpp has it
         card["status"] = {"value": listed.status}
         if listed.reason is not None:

@@ -3,7 +3,7 @@
 
 import {
   ConversationStore, MemoryStorage, SETTINGS_FIELDS, addMessage, alternatives, branch, cleanSettings, conversationOfKey,
-  newConversation, nextParent, requestBody, select,
+  defaultsOf, newConversation, nextParent, requestBody, select,
 } from "./conversations.js";
 import { apiKey, byId, element, request } from "./dom.js";
 import { MarkdownView, hasMath, highlight } from "./markdown.js";
@@ -243,7 +243,7 @@ function ask(conversation, text, parent) {
 async function answer(conversation, question) {
   if (running.has(conversation.id)) return;
   notice("");
-  const body = requestBody(conversation, question);
+  const body = requestBody(conversation, question, modelOf(conversation));
   if (!models.some(({ id }) => id === body.model)) delete body.model; // of another server, or not served any more
   const message = addMessage(conversation, {
     id: newId(), parent: question, role: "assistant", content: "", reasoning: "", toolCalls: [], state: "streaming", json: body.response_format !== undefined,
@@ -365,7 +365,14 @@ function openSettings() {
   byId("json").checked = current.settings.json === true;
   byId("chosen-model").value = modelOf(current).id;
   for (const { name } of SETTINGS_FIELDS) byId("field-" + name).value = current.settings[name] ?? "";
+  showDefaults();
   byId("settings").showModal();
+}
+
+/** Empty fields show what is in force: the default of the chosen model. */
+function showDefaults() {
+  const defaults = defaultsOf(models.find(({ id }) => id === byId("chosen-model").value) ?? modelOf(current));
+  for (const { name } of SETTINGS_FIELDS) byId("field-" + name).placeholder = name in defaults ? `default: ${defaults[name]}` : "default";
 }
 
 function settingsFields() {
@@ -484,6 +491,7 @@ byId("log").addEventListener("scroll", () => { if (isAtEnd()) byId("to-end").hid
 byId("open-side").addEventListener("click", () => byId("side").classList.add("open"));
 byId("close-side").addEventListener("click", closeSide);
 byId("open-settings").addEventListener("click", openSettings);
+byId("chosen-model").addEventListener("change", showDefaults);
 byId("settings").addEventListener("submit", closeSettings); // at once; Escape comes with close only
 byId("settings").addEventListener("close", closeSettings);
 byId("reset").addEventListener("click", () => {

@@ -18,8 +18,14 @@ export const SETTINGS_FIELDS = [
   { name: "seed", label: "Seed", min: 0, max: 2147483647, step: 1 },
 ];
 
-/** What a first visitor starts with. Without it a small model samples from all its tokens, and soon writes nonsense. */
-const FIRST_SETTINGS = { temperature: 0.7, top_p: 0.95 };
+/** For a model whose files name no temperature: else a small one samples from all its tokens, and soon writes nonsense. */
+const WITHOUT_DEFAULTS = { temperature: 0.7, top_p: 0.95 };
+
+/** What is in force where the user set nothing: what the model's files say, and for a model that says nothing ours. */
+export function defaultsOf(model) {
+  const own = model.default_sampling_params;
+  return own && own.temperature === undefined ? { ...WITHOUT_DEFAULTS, ...own } : own ?? {};
+}
 
 /** A settings object with only what is valid. */
 export function cleanSettings(given) {
@@ -91,14 +97,17 @@ export function nextParent(conversation) {
   return leaf?.id ?? null;
 }
 
-/** The body of the request that answers the question `leaf`. */
-export function requestBody(conversation, leaf) {
+/** The body of the request that answers the question `leaf`. What the model's own files say is not sent. */
+export function requestBody(conversation, leaf, model = {}) {
+  const own = model.default_sampling_params ?? {};
+  const ours = Object.fromEntries(Object.entries(defaultsOf(model)).filter(([name]) => own[name] === undefined));
   const { system, json, ...sampling } = cleanSettings(conversation.settings);
   const messages = branch(conversation, leaf)
     .filter((message) => message.content)
     .map(({ role, content }) => ({ role, content }));
   return {
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    ...ours,
     ...sampling,
     ...(json ? { response_format: { type: "json_object" } } : {}),
     stream: true,
@@ -246,9 +255,9 @@ export class ConversationStore {
   /** The settings that a new conversation starts with. */
   get settings() {
     try {
-      return cleanSettings(JSON.parse(this.storage.getItem(SETTINGS)) ?? FIRST_SETTINGS);
+      return cleanSettings(JSON.parse(this.storage.getItem(SETTINGS)));
     } catch {
-      return { ...FIRST_SETTINGS };
+      return {};
     }
   }
 
