@@ -22,6 +22,7 @@ from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import EndColumns, RowState, Sampled
 from quire.kv.manager import KVManager
 from quire.models.interface import KvGeometry
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -63,12 +64,23 @@ class MarkovModel:
         return logits if out is None else out.copy_(logits)
 
 
-def drawn_texts(table: Tensor, params: dict[str, float], max_drafts: int) -> tuple[list[list[int]], int]:
-    """Texts of independent requests, each with the last token of its prompt, and how many drafts were accepted."""
+def runner_of(table: Tensor, drafted_by: str, num_blocks: int, block_size: int) -> ModelRunner:
+    """Drafts are from the text, or from a model whose probabilities are others."""
     model = MarkovModel(table)
+    stores, drafts = (new_store(model.kv_geometry, num_blocks, block_size, CPU) for _ in range(2))
+    if drafted_by == "ngram":
+        return ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, drafters=drafters_of(["ngram"]))
+    other = MarkovModel(table + 0.7 * table_of(1001))
+    config = DraftModelConfig(other, drafts, LENGTH, VOCAB)
+    return ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, draft_model=config)
+
+
+def drawn_texts(
+    table: Tensor, params: dict[str, float], max_drafts: int, drafted_by: str
+) -> tuple[list[list[int]], int]:
+    """Texts of independent requests, each with the last token of its prompt, and how many drafts were accepted."""
     num_blocks, block_size = 1200, 4
-    stores = new_store(model.kv_geometry, num_blocks, block_size, CPU)
-    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, drafters=drafters_of(["ngram"]))
+    runner = runner_of(table, drafted_by, num_blocks, block_size)
     policy = Policy(speculation=SpeculationPolicy(max_drafts, governed=False))
     scheduler = Scheduler(KVManager(num_blocks, block_size, ROWS), max_rows=ROWS, max_step_tokens=512, policy=policy)
     door = RequestValidator(VOCAB, (), LENGTH, ROWS, num_blocks, block_size)
@@ -112,7 +124,8 @@ def table_of(seed: int) -> Tensor:
     return 1.2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=examples(2, 40))
+@pytest.mark.parametrize("drafted_by", ["ngram", "model"])
+@settings(max_examples=examples(1, 40))
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.7, 1.6),
@@ -121,9 +134,11 @@ def table_of(seed: int) -> Tensor:
     min_p=st.sampled_from([0.0, 0.05]),
     max_drafts=st.integers(2, 8),
 )
-def test_tokens_with_drafts_are_drawn_as_without(seed, temperature, top_k, top_p, min_p, max_drafts) -> None:
+def test_tokens_with_drafts_are_drawn_as_without(
+    drafted_by, seed, temperature, top_k, top_p, min_p, max_drafts
+) -> None:
     table, params = table_of(seed), {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    texts, num_accepted = drawn_texts(table, params, max_drafts)
+    texts, num_accepted = drawn_texts(table, params, max_drafts, drafted_by)
     assert num_accepted > 150, "some hundred of four thousand"
     assert excess(transitions(texts), chances_of(table, RowSampling(**params))) < 5
 
