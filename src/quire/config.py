@@ -181,7 +181,8 @@ class EngineConfig:
         "off", Setting(
             "drafts", "Draft tokens and verify several in a step; outputs stay the same. grammar: what a grammar "
             "forces; ngram: also from the request's own text; tree: from earlier requests with the same prefix; auto: "
-            "all of these; draft:MODEL: from a smaller model with the same tokenizer, also as ngram+draft:MODEL.",
+            "all of these; draft:MODEL: from a smaller model with the same tokenizer; eagle:PATH: from an EAGLE-3 head "
+            "of the model; both also as ngram+draft:MODEL.",
             flag="--speculative", choices=SPECULATIVE, metavar="DRAFTS",
         ),
     )  # fmt: skip
@@ -367,7 +368,7 @@ _REPLICAS = "use --replicas of quire serve"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _ADAPTERS = "LoRA adapters are not read: merge the adapter into the model and serve that"
-_DRAFTS = "use {speculative}, with ngram or draft:MODEL"
+_DRAFTS = "use {speculative}, with ngram, draft:MODEL or eagle:PATH"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces

@@ -247,9 +247,9 @@ def test_text_and_tree_draft_before_the_draft_model(tiny_folder: Path, draft_fol
         ("draft:{same}", {"device": "cuda"}, "draft models run on CPUs only. Use --speculative auto, or --device cpu."),
         ("draft:{same}", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model"),
         ("tree+draft:{same}", {"enable_prefix_caching": False}, "prefix caching is off. Use --speculative draft:"),
-        ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, or draft:MODEL, also"),
-        ("grammar+draft:{same}", {}, "or draft:MODEL, also behind ngram+, tree+ or auto+, not"),
-        ("draft+ngram", {}, "or draft:MODEL, also behind ngram+, tree+ or auto+, not"),
+        ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, or draft:MODEL or ea"),
+        ("grammar+draft:{same}", {}, "or eagle:PATH, also behind ngram+, tree+ or auto+, not"),
+        ("draft+ngram", {}, "or eagle:PATH, also behind ngram+, tree+ or auto+, not"),
     ],
 )  # fmt: skip
 def test_draft_models_that_are_refused(

@@ -77,3 +77,16 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec:
+    """An EAGLE-3 head: one layer that reads a token and the hidden states of the model before it."""
+
+    layer: ModelSpec  # its vocabulary is that of the drafts; queries, keys and values read twice its hidden size
+    target_hidden_size: int
+    target_vocab_size: int
+    captured_layers: tuple[int, ...]  # of the model: what enters them is what the head reads
+    norm_before_residual: bool = False  # the residual of its layer begins with the normed hidden state
+    own_embedding: bool = False  # False: that of the model
+    maps_tokens: bool = False  # a stored map has the model's token of each draft token

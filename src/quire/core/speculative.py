@@ -5,7 +5,8 @@
     ngram, tree            the text of the request; earlier requests with the same prefix
     auto                   the same as ngram+tree, without the tree where prefix caching is off
     draft:MODEL            a draft model: a path, a short name or a hub id
-    ngram+draft:MODEL      the text where it has a draft, else the model; also tree+, ngram+tree+ and auto+
+    eagle:PATH             an EAGLE-3 head: a folder, or a hub id
+    ngram+draft:MODEL      the text where it has a draft, else the model; also tree+, ngram+tree+ and auto+, and eagle:
 
 Does not depend on models.
 """
@@ -15,31 +16,38 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 
 SPECULATIVE = ("off", "grammar", "ngram", "tree", "ngram+tree", "auto")
-_DRAFT = "draft:"
+_PREFIXES = {"draft": "draft:", "eagle": "eagle:"}
 _BESIDE_MODEL = ("ngram", "tree", "ngram+tree", "auto")
-SPECULATIVE_VALUES = f"one of {', '.join(SPECULATIVE)}, or draft:MODEL, also behind ngram+, tree+ or auto+"
+SPECULATIVE_VALUES = (
+    f"one of {', '.join(SPECULATIVE)}, or draft:MODEL or eagle:PATH, also behind ngram+, tree+ or auto+"
+)
 
 
 class DraftSources(NamedTuple):
     """A value of the setting in its parts."""
 
     beside: str  # all but the draft model; empty: it is alone
-    model: str | None  # the name of a draft model
+    model: str | None  # the name of a draft model, or of an EAGLE head
+    kind: str = ""  # what the model is: "draft" or "eagle"
 
 
 def parse_sources(value: str) -> DraftSources:
-    """Split a value. The model is the rest behind `draft:`, and may contain any character."""
-    beside, separator, model = value.partition(_DRAFT)
-    if not separator or (beside and not beside.endswith("+")):
+    """Split a value. The model is the rest behind `draft:` or `eagle:`, and may contain any character."""
+    found = [(value.find(prefix), kind) for kind, prefix in _PREFIXES.items() if prefix in value]
+    if not found:
         return DraftSources(value, None)
-    return DraftSources(beside.removesuffix("+"), model)
+    start, kind = min(found)
+    beside, model = value[:start], value[start + len(_PREFIXES[kind]) :]
+    if beside and not beside.endswith("+"):
+        return DraftSources(value, None)
+    return DraftSources(beside.removesuffix("+"), model, kind)
 
 
 def is_speculative(value: object) -> bool:
     """Whether this is a value of the setting."""
     if not isinstance(value, str):
         return False
-    beside, model = parse_sources(value)
+    beside, model, _ = parse_sources(value)
     if model is None:
         return value in SPECULATIVE
     return bool(model.strip()) and (not beside or beside in _BESIDE_MODEL)
@@ -47,15 +55,17 @@ def is_speculative(value: object) -> bool:
 
 def resolve_drafters(value: str, *, caches_prefixes: bool) -> tuple[str, ...]:
     """The drafters by name; none: speculative decoding is off."""
-    beside, model = parse_sources(value)
+    beside, model, kind = parse_sources(value)
     if beside == "off":
         return ()
     names = ("ngram", "tree") if beside == "auto" else tuple(name for name in beside.split("+") if name)
     if "tree" in names and not caches_prefixes and beside != "auto":
-        without = "+".join([*(name for name in names if name != "tree"), *([f"{_DRAFT}{model}"] if model else [])])
+        without = "+".join(
+            [*(name for name in names if name != "tree"), *([f"{_PREFIXES[kind]}{model}"] if model else [])]
+        )
         raise ConfigError(
             f"speculative is {value}, which drafts from the prefix cache, and prefix caching is off. Use "
             f"--speculative {without or 'ngram'}, or omit --no-enable-prefix-caching and --regime.",
             param="speculative",
         )
-    return (*(name for name in names if name != "tree" or caches_prefixes), *(("draft",) if model else ()))
+    return (*(name for name in names if name != "tree" or caches_prefixes), *((kind,) if model else ()))

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
-from quire.engine.build_draft import BuiltDraft, LoadedDraft, build_draft, load_draft
+from quire.engine.build_draft import BuiltDraft, LoadedDraft, LoadedHead, build_draft, load_draft
 from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
 from quire.engine.build_runner import (
     DTYPES,
@@ -172,7 +172,7 @@ def build(
     if precompilation is None:
         reporter.done("weights", usage.describe())
     stores = make_stores(model, resolved, choice, device, role)
-    draft = build_draft(config, loaded_draft, spec.vocab_size, resolved, device, reporter)
+    draft = build_draft(config, loaded_draft, model, resolved, device, reporter)
     draft_model = None if draft is None else draft.config
     runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard, draft_model)
     reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
@@ -324,7 +324,7 @@ def _engine(
     )
 
 
-def _kv_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype, draft: LoadedDraft | None) -> int:
+def _kv_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype, draft: LoadedDraft | LoadedHead | None) -> int:
     """Of one token: keys and values of the model and of its draft model."""
     return kv_token_bytes(spec, choice, dtype) + (0 if draft is None else draft.token_bytes)
 
@@ -368,8 +368,8 @@ def _costs(
         draft_times=None if draft is None else draft.times,
     )
     if resolved.num_host_blocks:
-        both = [stores] if draft is None else [stores, draft.config.stores]
-        costs.set_transfer(sum(measure_transfer(each) for each in both))
+        all_stores = [stores] if draft is None else [stores, *draft.config.all_stores]
+        costs.set_transfer(sum(measure_transfer(each) for each in all_stores))
     return costs
 
 

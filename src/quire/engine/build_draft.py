@@ -1,4 +1,5 @@
-"""Builds the draft model of speculative decoding: its kernels, weights and KV store, beside those of the model."""
+"""Builds the draft model of speculative decoding, or an EAGLE head: kernels, weights and KV store, beside those of the
+model."""
 
 import time
 from dataclasses import dataclass
@@ -12,12 +13,17 @@ from quire.engine.open_model import OpenedModel, draft_on_gpu_refused
 from quire.engine.resolved_config import ResolvedConfig
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint
+from quire.formats.eagle_head import EagleCheckpoint
 from quire.kernels.select import KernelChoice
 from quire.models.decoder import Decoder
+from quire.models.eagle_head import EagleHead, EagleWeights
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
+from quire.runner.draft_features import DraftFeatures, feature_geometry
 from quire.runner.draft_model import DraftModelConfig
+from quire.runner.kv_store import new_store
 from quire.runner.warmup import time_steps, warm_up
+from quire.weights.eagle_weights import load_eagle_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,27 @@ class LoadedDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """The weights of an EAGLE head, before the KV cache is sized."""
+
+    checkpoint: EagleCheckpoint
+    choice: KernelChoice
+    weights: EagleWeights
+    dtype: torch.dtype
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype is torch.float32 else torch.bfloat16  # any state is in its range
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, and of what the head reads of the model."""
+        layer = self.checkpoint.spec.layer
+        features = feature_geometry(layer.hidden_size, self.feature_dtype).token_bytes
+        return kv_token_bytes(layer, self.choice, self.dtype) + features
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltDraft:
     """A draft model that is ready, what it takes of the memory, and how long its steps take."""
 
@@ -46,7 +73,7 @@ class BuiltDraft:
 
 def load_draft(
     config: EngineConfig, opened: OpenedModel, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
-) -> LoadedDraft | None:
+) -> LoadedDraft | LoadedHead | None:
     """None if the settings name no draft model. Its weights are quantized as those of the model."""
     if parse_sources(config.speculative).model is None:
         return None
@@ -54,6 +81,11 @@ def load_draft(
         raise draft_on_gpu_refused(config.speculative)
     assert opened.draft is not None, "the model was opened without its draft model"
     quiet = StartupReporter(loading=reporter.loading)
+    if isinstance(opened.draft, EagleCheckpoint):
+        choice = choose_kernels(config, opened.draft.spec.layer, dtype, device, quiet)
+        return LoadedHead(
+            opened.draft, choice, load_eagle_weights(opened.draft, dtype, device, reporter.loading), dtype
+        )
     choice = choose_kernels(config, opened.draft.spec, dtype, device, quiet)
     weights = allocate_weights(config, opened.draft, dtype, device, quiet, choice).filled()
     return LoadedDraft(opened.draft, choice, weights, dtype)
@@ -61,15 +93,17 @@ def load_draft(
 
 def build_draft(
     config: EngineConfig,
-    loaded: LoadedDraft | None,
-    vocab_size: int,
+    loaded: LoadedDraft | LoadedHead | None,
+    target: Decoder,
     resolved: ResolvedConfig,
     device: torch.device,
     reporter: StartupReporter,
 ) -> BuiltDraft | None:
-    """`vocab_size`: of the model that it drafts for."""
+    """`target`: the model that it drafts for."""
     if loaded is None:
         return None
+    if isinstance(loaded, LoadedHead):
+        return _build_head(loaded, target, resolved, device, reporter)
     spec = loaded.checkpoint.spec
     model = Decoder(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len)
     stores = make_stores(model, resolved, loaded.choice, device)
@@ -77,4 +111,31 @@ def build_draft(
     times = time_steps(model, stores, time.monotonic)
     usage = weight_usage(config, loaded.checkpoint, model, loaded.weights, loaded.dtype)
     reporter.done("draft model", f"{usage.describe()} · one row {1e3 * times.decode_s:.2f} ms")
-    return BuiltDraft(DraftModelConfig(model, stores, spec.max_positions, vocab_size), usage.num_bytes, times)
+    return BuiltDraft(DraftModelConfig(model, stores, spec.max_positions, target.vocab_size), usage.num_bytes, times)
+
+
+def _build_head(
+    loaded: LoadedHead, target: Decoder, resolved: ResolvedConfig, device: torch.device, reporter: StartupReporter
+) -> BuiltDraft:
+    spec = loaded.checkpoint.spec
+    head = EagleHead(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len, target.embed)
+    stores = make_stores(head, resolved, loaded.choice, device)
+    stores.device.zero_()  # the last slot of a shared block may be read before its row wrote it
+    features = DraftFeatures(
+        target.capture(spec.captured_layers),
+        head.fuse,
+        new_store(
+            feature_geometry(head.hidden_size, loaded.feature_dtype),
+            resolved.num_blocks,
+            resolved.block_size,
+            device,
+            resolved.num_host_blocks,
+            loaded.choice.copy_blocks,
+        ),
+    )
+    warm_up(head, stores)
+    times = time_steps(head, stores, time.monotonic)
+    reads = ", ".join(map(str, spec.captured_layers))
+    reporter.done("EAGLE head", f"reads layers {reads} · one row {1e3 * times.decode_s:.2f} ms")
+    config = DraftModelConfig(head, stores, spec.layer.max_positions, spec.target_vocab_size, features)
+    return BuiltDraft(config, head.num_bytes, times)

@@ -23,6 +23,7 @@ from quire.kernels.attention_backends import AttentionNeeds
 from quire.kernels.interface import AttentionRule, Weight
 from quire.kernels.select import KernelChoice, select_kernels
 from quire.models.decoder import Decoder
+from quire.models.eagle_head import EagleHead
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.device_drafting import DraftConfig, SuffixDrafter
@@ -67,7 +68,7 @@ def choose_kernels(
 
 
 def make_stores(
-    model: Decoder,
+    model: Decoder | EagleHead,
     resolved: ResolvedConfig,
     choice: KernelChoice,
     device: torch.device,
@@ -85,7 +86,7 @@ def make_stores(
     )
 
 
-def _share_blocks(model: Decoder, resolved: ResolvedConfig) -> SharedBlocks:
+def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig) -> SharedBlocks:
     """With the null block."""
     block_bytes = model.kv_geometry.block_bytes(resolved.block_size)
     try:

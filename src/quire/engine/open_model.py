@@ -16,6 +16,7 @@ from quire.core.sharding import check_divisible, check_stages
 from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
+from quire.formats.eagle_head import EagleCheckpoint, open_eagle_head
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ class OpenedModel(NamedTuple):
     name: str
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
-    draft: Checkpoint | None = None  # of the draft model that the settings name
+    draft: Checkpoint | EagleCheckpoint | None = None  # the draft model, or the head, that the settings name
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -63,9 +64,9 @@ def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: boo
     return opened if scripted else opened._replace(draft=_open_draft(config, opened, fetching))
 
 
-def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | None:
-    """The draft model, if the settings name one. It must have the tokens of the model."""
-    wanted = parse_sources(config.speculative).model
+def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | EagleCheckpoint | None:
+    """The draft model or head, if the settings name one. A draft model must have the tokens of the model."""
+    _, wanted, kind = parse_sources(config.speculative)
     if wanted is None:
         return None
     if config.device == "cuda":
@@ -76,6 +77,8 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
             f"model runs beside a model in one process only. Use --tensor-parallel-size 1, or --speculative auto.",
             param="speculative",
         )
+    if kind == "eagle":
+        return _open_head(config, wanted, opened, fetching)
     name, checkpoint = find_checkpoint(replace(config, model=wanted, revision=None), fetching)
     tokenizer = open_tokenizer(checkpoint)
     if tokenizer is None or opened.tokenizer is None:
@@ -96,9 +99,21 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
     )
 
 
+def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching: Report) -> EagleCheckpoint:
+    located = locate(wanted, fetch_hub=_fetch_hub, revision=None, token=config.token, report=fetching)
+    if located.kind != "folder":
+        raise ConfigError(
+            f"speculative is {config.speculative}, and {located.path} is a file: an EAGLE-3 head is a folder with "
+            f"config.json and model.safetensors.",
+            param="speculative",
+        )
+    return open_eagle_head(located.path, opened.checkpoint.spec, opened.name)
+
+
 def draft_on_gpu_refused(speculative: str) -> ConfigError:
+    what = "EAGLE heads" if parse_sources(speculative).kind == "eagle" else "draft models"
     return ConfigError(
-        f"speculative is {speculative}, and the device is a GPU: so far, draft models run on CPUs only. Use "
+        f"speculative is {speculative}, and the device is a GPU: so far, {what} run on CPUs only. Use "
         f"--speculative auto, or --device cpu.",
         param="speculative",
     )

@@ -105,9 +105,9 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 QWEN_MAX_WINDOW_LAYERS = 28
 
 
-def read_spec(config: JsonFields) -> ModelSpec:
-    """The description of the model, or a refusal that names the unsupported field."""
-    family = read_family(config)
+def read_spec(config: JsonFields, family: ModelFamily | None = None) -> ModelSpec:
+    """The description of the model, or a refusal that names the unsupported field. `family`: whatever it is named."""
+    family = family or read_family(config)
     if config.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
             f"{config.source} asks for bidirectional attention; quire supports causal attention only."

@@ -92,12 +92,12 @@ def open_folder(folder: Path) -> Checkpoint:
     _refuse_adapter(folder)
     if not (folder / CONFIG).is_file():
         raise ModelNotFound(f"{folder} has no {CONFIG}, so it is not a model folder.")
-    config = _read_json(folder / CONFIG)
-    _refuse_quantized(config)
+    config = read_json(folder / CONFIG)
+    refuse_quantized(config)
     spec = read_spec(config)
     generation = JsonFields({}, GENERATION_CONFIG)
     if (folder / GENERATION_CONFIG).is_file():
-        generation = _read_json(folder / GENERATION_CONFIG)
+        generation = read_json(folder / GENERATION_CONFIG)
     return Checkpoint(
         source=CheckpointSource.FOLDER,
         path=folder,
@@ -106,11 +106,11 @@ def open_folder(folder: Path) -> Checkpoint:
             generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"), spec.vocab_size
         ),
         defaults=_generation_defaults(generation),
-        tensors=_index_tensors(folder),
+        tensors=index_tensors(folder),
     )
 
 
-def _read_json(path: Path) -> JsonFields:
+def read_json(path: Path) -> JsonFields:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -125,7 +125,7 @@ def _refuse_adapter(folder: Path) -> None:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return
-    adapter = _read_json(path)
+    adapter = read_json(path)
     kind = adapter.text("peft_type", "unnamed")
     base = adapter.text("base_model_name_or_path", "a base model it does not name")
     raise UnsupportedModel(
@@ -134,7 +134,7 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def _refuse_quantized(config: JsonFields) -> None:
+def refuse_quantized(config: JsonFields) -> None:
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
             method = config.mapping(key).text("quant_method", "an unnamed method")
@@ -158,7 +158,7 @@ def _generation_defaults(generation: JsonFields) -> GenerationDefaults:
     )
 
 
-def _index_tensors(folder: Path) -> dict[str, StoredTensor]:
+def index_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE_FILE).is_file():
         return read_safetensors(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
@@ -174,7 +174,7 @@ def _index_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     """The union of the shards, which must hold every tensor in the index."""
-    weight_map = _read_json(folder / INDEX_FILE).mapping("weight_map")
+    weight_map = read_json(folder / INDEX_FILE).mapping("weight_map")
     shard_of = {name: weight_map.text(name) for name in weight_map}
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):

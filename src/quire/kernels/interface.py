@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.core.ids import IntArray
 from quire.kernels.row_interface import EndColumns, GreedyStep, RowColumns
 
+MAX_CAPTURED = 4  # layers whose inputs a step may copy
 KV_SCALE_BYTES = 4  # a float32 behind the codes of a head: number = code * scale, scale = highest magnitude / 127
 
 
@@ -167,8 +168,22 @@ class DecoderTables(NamedTuple):
     ropes: tuple[RopeColumns, ...]
 
 
+class LayerCapture:
+    """Copies of what enters some layers, of all tokens of the latest step: an EAGLE head reads them."""
+
+    __slots__ = ("layers", "states")
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        assert len(layers) <= MAX_CAPTURED, layers
+        self.layers = layers
+        self.states: Tensor | None = None  # [tokens, layers * hidden] float32
+
+
 class LayerStack(Protocol):
     """All layers of a decoder for one step."""
+
+    def capture_into(self, capture: LayerCapture) -> None:
+        """Fill this with every step from now on; where rows decode, without rows that are not alive."""
 
     def __call__(
         self, embedded: Tensor, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None

@@ -15,6 +15,7 @@ from quire.kernels.interface import (
     DecoderTables,
     HeadNorm,
     Kernels,
+    LayerCapture,
     LayerStack,
     PackedMatrix,
     PartialSums,
@@ -131,6 +132,7 @@ class Decoder:
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._stack = self._stacked() if group is None and ends is None else None  # ranks meet between halves of layers
+        self._capture: LayerCapture | None = None
 
     def _stacked(self) -> LayerStack | None:
         spec, order = self._spec, {rope: index for index, rope in enumerate(self._ropes)}
@@ -147,6 +149,13 @@ class Decoder:
             ),
             [layer.stacked(order[layer.rope]) for layer in self._layers],
         )
+
+    def capture(self, layers: tuple[int, ...]) -> LayerCapture:
+        """Copy what enters these layers in every step from now on."""
+        self._capture = LayerCapture(layers)
+        if self._stack is not None:
+            self._stack.capture_into(self._capture)
+        return self._capture
 
     def refresh_norms(self, weights: DecoderWeights) -> None:
         """Copy QK norm weights again, after weights were loaded into the tensors given to `__init__`.
@@ -202,17 +211,26 @@ class Decoder:
         step = self._kernels.plan(layout, block_size=kv.shape[3])
         normed, residual = self._first_inputs(embedded, len(tokens))
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        entering: dict[int, Tensor] = {}
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            if self._capture is not None and index in self._capture.layers:
+                entering[index] = residual.clone()
             rows_kept = selected if layer is self._layers[-1] and self._sends is None else None
             attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
             if rows_kept is not None:
                 residual = residual.index_select(0, rows_kept)
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
+        if self._capture is not None:
+            self._capture.states = torch.cat([entering[index] for index in self._capture.layers], dim=1)
         if self._sends is None:
             return normed
         self._sends(residual)
         return residual
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding, not scaled. tokens: [tokens] int64. [tokens, hidden]."""
+        return self._kernels.embed(tokens, self._table).to(self._activation_dtype)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._vocabulary is None:

@@ -5,6 +5,10 @@ copies, forks, preemptions and prefix hits are the same. The draft model compute
 drafts, so it may lag behind. `DraftedBlocks` counts how much of each block it has, and a row begins where its blocks
 end: at what another request with the same prefix had computed, or one token behind after all drafts were accepted.
 
+An EAGLE head (`models/eagle_head.py`) is such a model, too. It reads `DraftFeatures` beside tokens, and for drafts its
+own output of the position before. Its keys and values of a token are in the slot of the token before: the first token
+has none.
+
 Host side: for runners that compute a step before `launch` returns. Wrong keys and values would cost time, and change no
 output: a draft is only ever accepted if it is the token sampled.
 """
@@ -25,7 +29,9 @@ from quire.core.step import StepPlan
 from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import slots_of
 from quire.kernels.transfers import upload_integers
+from quire.models.eagle_head import EagleHead
 from quire.models.interface import Model
+from quire.runner.draft_features import DraftFeatures
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
 from quire.sampling.row_params import SamplingBatch
@@ -39,10 +45,15 @@ MAX_CATCH_UP = 512
 class DraftModelConfig(NamedTuple):
     """A draft model and its store, which has the blocks of the model's own."""
 
-    model: Model
+    model: Model | EagleHead
     stores: KvStores
     max_positions: int  # that it was trained for: it drafts nothing behind them
     vocab_size: int  # of the model that it drafts for
+    features: DraftFeatures | None = None  # what an EAGLE head reads
+
+    @property
+    def all_stores(self) -> list[KvStores]:
+        return [self.stores] if self.features is None else [self.stores, self.features.stores]
 
 
 class DraftedBlocks:
@@ -104,11 +115,12 @@ class DraftModel:
     """Proposes tokens of many rows at once, one position after the other."""
 
     def __init__(self, config: DraftModelConfig, table: RowTable, sampler: Sampler) -> None:
-        self._model, self._stores, self._max_positions, self._vocab_size = config
+        self._model, self._stores, self._max_positions, self._vocab_size, self.features = config
         self._table = table
         self._sampler = sampler
         self._blocks = DraftedBlocks(config.stores, table)
-        self._unverified: list[Row] = []  # rows with drafts in the last step
+        self._unverified: dict[Row, int] = {}  # rows with drafts in the last step, and their tokens before it
+        self._lag = 0 if self.features is None else 1  # slots by which keys and values are before their token
 
     def apply(self, plan: StepPlan) -> None:
         """Call when the row table has applied the plan."""
@@ -116,21 +128,26 @@ class DraftModel:
 
     def carry(self, moves: Many[Move]) -> None:
         """Copy blocks. Call before the row table applies the plan: the drafts of the last step are verified now, and
-        rejected ones are not computed."""
-        for row in self._unverified:
-            self._blocks.cut(row, int(self._table.lengths[row]) - 1)
+        rejected ones are not computed. A head computes accepted ones again, from the model's states of them."""
+        for row, known in self._unverified.items():
+            last = int(self._table.lengths[row]) - 1
+            self._blocks.cut(row, last if self.features is None else min(last, known))
         self._unverified.clear()
         self._stores.carry(moves)
+        if self.features is not None:
+            self.features.carry(moves)
         self._blocks.carry(moves)
 
     def forget(self, blocks: IntArray) -> None:
         """These blocks have other tokens now, which the draft model has not computed."""
+        assert self.features is None, "the hidden states of another engine's tokens are not known"
         self._blocks.forget(blocks)
 
     def propose(self, rows: Many[Row], counts: Many[int], texts: Many[IntArray]) -> list[IntArray]:
         """Drafts of each row, at most its number. `texts`: all tokens of each row. Sampled as the row samples, with
         the random numbers of the same positions: what is drawn from alike probabilities is mostly the same token."""
-        starts = [min(self._blocks.of_row(row), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        known = [min(self._blocks.of_row(row), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        starts = [max(each, self._lag) for each in known]
         lags = np.array([len(text) - start for start, text in zip(starts, texts, strict=True)])
         order = np.argsort(lags, kind="stable")
         left = MAX_CATCH_UP + len(rows) - np.cumsum(lags[order]) + lags[order]
@@ -142,22 +159,20 @@ class DraftModel:
             wanted = min(counts[place], self._max_positions - len(text)) if length == lags[place] else 0
             if length > 0:
                 first.append(_Part(place, rows[place], start, text[start : start + length], wanted))
-        parts = first
+        parts, before = first, None
         while parts:
-            tokens = self._compute(parts)
-            parts = [
-                _Part(part.place, part.row, part.stop, np.array([token], dtype=np.int32), part.num_wanted - 1)
-                for part, token in zip(parts, tokens, strict=True)
-                if part.num_wanted > 0
-            ]
-            for part in parts:
-                drafted[part.place].append(int(part.tokens[0]))
-            parts = [part for part in parts if part.num_wanted > 0]
-        self._unverified = [rows[part.place] for part in first]
+            tokens, hidden = self._compute(parts, before)
+            for part, token in zip(parts, tokens, strict=True):
+                if part.num_wanted > 0:
+                    drafted[part.place].append(token)
+            going_on = [index for index, part in enumerate(parts) if part.num_wanted > 1]
+            parts, before = [parts[index].following(tokens[index]) for index in going_on], hidden[going_on]
+        self._unverified = {part.row: len(texts[part.place]) for part in first}
         return [np.array(tokens, dtype=np.int32) for tokens in drafted]
 
-    def _compute(self, parts: "list[_Part]") -> list[int]:
-        """The next token of each part, with the keys and values of all of them."""
+    def _compute(self, parts: "list[_Part]", before: Tensor | None) -> tuple[list[int], Tensor]:
+        """The next token of each part, and its last hidden state, with the keys and values of all of them. `before`:
+        what a head gave for the position before each part, of one token; None: the model has computed it."""
         lengths = np.array([len(part.tokens) for part in parts])
         rows = np.array([part.row for part in parts], dtype=np.int32)
         ends = np.cumsum(lengths)
@@ -167,7 +182,7 @@ class DraftModel:
             device,
             np.concatenate([part.tokens for part in parts]),
             np.repeat(rows, lengths),
-            np.arange(ends[-1]) - np.repeat(ends - stops, lengths),
+            np.arange(ends[-1]) - np.repeat(ends - stops, lengths) - self._lag,
             np.concatenate([[0], ends]),
             stops,
             ends - 1,
@@ -178,16 +193,21 @@ class DraftModel:
             slots=slots_of(token_rows, positions, table.columns, table.block_size),
             tables=table.tables[device_rows, : int(table.num_blocks[rows].max())],
             query_starts=query_starts.int(),
-            context_lengths=context_lengths.int(),
+            context_lengths=context_lengths.int() - self._lag,
             max_lengths=table.max_lengths[token_rows],
             num_decodes=int(np.count_nonzero(lengths == 1)),
         )
         known = tokens.clamp(max=self._model.vocab_size - 1)  # a model may have more tokens at the end than the other
-        hidden = self._model.forward(known, layout, self._stores.device, last)
+        if self.features is None:
+            hidden = self._model.forward(known, layout, self._stores.device, last)
+        else:
+            assert isinstance(self._model, EagleHead), "features are for heads"
+            features = self.features.read(layout.slots) if before is None else before
+            hidden = self._model.forward(known, layout, self._stores.device, last, features)
         for part in parts:
             self._blocks.extend(part.row, part.start, part.stop)
         logits = self._widened(self._model.logits(hidden))
-        return self._sampler.sample(logits, SamplingBatch(device_rows, rows, context_lengths)).tokens.tolist()
+        return self._sampler.sample(logits, SamplingBatch(device_rows, rows, context_lengths)).tokens.tolist(), hidden
 
     def _widened(self, logits: Tensor) -> Tensor:
         """[rows, vocab] of the model's own vocabulary."""
@@ -209,3 +229,7 @@ class _Part(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
+
+    def following(self, token: int) -> "_Part":
+        """The draft behind these tokens."""
+        return _Part(self.place, self.row, self.stop, np.array([token], dtype=np.int32), self.num_wanted - 1)

@@ -38,6 +38,7 @@ from quire.runner.batch import (
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
 from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRows, counts_of, drafts_computed
+from quire.runner.draft_features import DraftFeatures
 from quire.runner.draft_model import DraftModel, DraftModelConfig
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
@@ -190,7 +191,20 @@ class ModelRunner:
             return None
         if self._draft_model is not None:
             self._draft_model.apply(plan)
-        return PendingStep(plan.step, self._sampled(rows, self._greedy_step(), None))
+        slots = None if self._features is None else self._features.decode_slots(rows, self._rows.columns)
+        outcome = self._greedy_step()
+        self._note_features(slots)
+        return PendingStep(plan.step, self._sampled(rows, outcome, None))
+
+    @property
+    def _features(self) -> DraftFeatures | None:
+        return None if self._draft_model is None else self._draft_model.features
+
+    @torch.inference_mode()
+    def _note_features(self, slots: NDArray[np.int64] | None) -> None:
+        """The model has computed the tokens of these slots: an EAGLE head reads its states of them."""
+        if self._features is not None and slots is not None:
+            self._features.note(slots)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
@@ -219,6 +233,7 @@ class ModelRunner:
             return PendingStep(plan.step)
         self._trip(FaultSite.FORWARD)
         hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, batch.needed)
+        self._note_features(None if self._features is None else batch.layout.slots.numpy())
         if self.device.type != "cpu" or self._graphs is not None:
             self._note_eager(
                 StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)),
@@ -272,15 +287,18 @@ class ModelRunner:
             return None
         self._trip(FaultSite.FORWARD)
         rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
+        lines, columns = (decoding, rows.columns) if drafted is None else draft_lines(rows, decoding, drafted)
+        slots = None if self._features is None else self._features.decode_slots(lines, columns)
         if drafted is None and not plan.masked and not self._sampler.features(decoding):
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
             self._greedy_step = decoder.greedy_step(decoding, rows.columns, ends, kv)
             outcome = self._greedy_step()
+            self._note_features(slots)
             self._trip(FaultSite.LOGPROBS)
             return self._sampled(decoding, outcome, None)
-        lines, columns = (decoding, rows.columns) if drafted is None else draft_lines(rows, decoding, drafted)
         logits = decoder.decode_logits(lines, columns, ends, kv)
+        self._note_features(slots)
         device_rows = upload(decoding.astype(np.int64), self.device)
         batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
         return self._choose(plan, self._sampling(plan, logits, batch, drafted), drafted)

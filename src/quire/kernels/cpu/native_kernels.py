@@ -34,6 +34,7 @@ from quire.kernels.interface import (
     AttentionRule,
     DecoderTables,
     HeadNorm,
+    LayerCapture,
     PartialSums,
     Rotation,
     StackedLayer,
@@ -271,6 +272,7 @@ class NativeStack:
         self._kernels = kernels
         self._kept = (layers, spec)
         self._tables: NativeTables | None = None
+        self._capture: LayerCapture | None = None
         self._layers = (NativeLayer * len(layers))()
         for native, layer in zip(self._layers, layers, strict=True):
             native.qkv = _with_bias(layer.qkv, layer.qkv_bias)
@@ -296,10 +298,24 @@ class NativeStack:
             spec.final_norm.data_ptr(),
         )
 
+    def capture_into(self, capture: LayerCapture) -> None:
+        self._capture = capture
+
+    def captured_states(self, step: NativeStep, num_tokens: int) -> Tensor | None:
+        """Memory for what enters the layers of a step, if it is captured."""
+        if self._capture is None:
+            return None
+        layers = self._capture.layers
+        states = self._capture.states = torch.empty(num_tokens, len(layers) * self._model.hidden)
+        step.num_captured, step.captured = len(layers), states.data_ptr()
+        step.captured_layers[: len(layers)] = layers
+        return states
+
     def __call__(
         self, embedded: Tensor, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None
     ) -> Tensor:
         step = _StepMemory(layout, rotations, kv, selected)
+        self.captured_states(step.native, len(embedded))
         output = torch.empty_like(embedded)
         self._kernels._call.quire_forward(
             self._kernels.workspace,
@@ -320,17 +336,24 @@ class NativeStack:
     ) -> Tensor:
         logits = torch.empty(len(rows), tables.head.shape[0])
         rows = np.ascontiguousarray(rows, np.int32)
-        arguments = self.decode_arguments(tables, rows, columns, ends, kv)
+        step = NativeStep()
+        self.captured_states(step, len(rows))
+        arguments = self.decode_arguments(step, tables, rows, columns, ends, kv)
         self._kernels._call.quire_decode(*arguments, None, logits.data_ptr())
         return logits
 
     def decode_arguments(
-        self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor
+        self,
+        step: NativeStep,
+        tables: DecoderTables,
+        rows: IntArray,
+        columns: RowColumns,
+        ends: EndColumns,
+        kv: Tensor,
     ) -> tuple[object, ...]:
         """All arguments of `quire_decode` but its outputs. The caller keeps the rows and the tensors."""
         if self._tables is None:
             self._tables = _native_tables(tables)
-        step = NativeStep()
         _set_store(step, kv)
         return (
             self._kernels.workspace,
@@ -358,11 +381,12 @@ class NativeGreedyStep:
         ends: EndColumns,
         kv: Tensor,
     ) -> None:
-        rows = np.ascontiguousarray(rows, np.int32)
-        self._kept = (stack, tables, rows, columns, ends, kv)
+        rows, step = np.ascontiguousarray(rows, np.int32), NativeStep()
+        self._kept = (stack, tables, rows, columns, ends, kv, stack.captured_states(step, len(rows)))
         self._outcome: NDArray[np.int64] = np.empty((5, len(rows)), dtype=np.int64)
         self._decode = stack._kernels._call.quire_decode
-        self._arguments = (*stack.decode_arguments(tables, rows, columns, ends, kv), self._outcome.ctypes.data, None)
+        arguments = stack.decode_arguments(step, tables, rows, columns, ends, kv)
+        self._arguments = (*arguments, self._outcome.ctypes.data, None)
 
     def __call__(self) -> NDArray[np.int64]:
         self._decode(*self._arguments)

@@ -183,7 +183,9 @@ class NativeStep(Structure):
         ("block_size", c_int32),
         ("selected", c_void_p),
         ("num_selected", c_int32),
-        ("reserved", c_int32),
+        ("num_captured", c_int32),
+        ("captured_layers", c_int32 * 4),
+        ("captured", c_void_p),
     )
 
 

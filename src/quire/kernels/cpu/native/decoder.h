@@ -39,7 +39,10 @@ struct Step {
     int64_t layer_stride, block_stride, value_stride, token_stride, head_stride;
     int32_t kv_format, block_size;
     const int64_t* selected;  // or null
-    int32_t num_selected, reserved;
+    int32_t num_selected;
+    int32_t num_captured;
+    int32_t captured_layers[4];  // what enters each of these layers is copied,
+    float* captured;             // to [tokens, num_captured, hidden], or null
 };
 
 static inline KvLayer layer_of(const Step& step, int index) {
@@ -120,6 +123,7 @@ public:
         });
         for (int index = 0; index < model_.num_layers; index++) {
             const bool last = index + 1 == model_.num_layers;
+            capture(index, residual);
             const float* attended = attend(index, tokens);
             if (last && step_.selected) {
                 attended = gather(attended, residual);
@@ -136,6 +140,16 @@ public:
 private:
     int64_t qkv_width() const { return (int64_t)(model_.heads.queries + 2 * model_.heads.keys) * model_.heads.dim; }
     int64_t attended_width() const { return (int64_t)model_.heads.queries * model_.heads.dim; }
+
+    // What enters a layer, of all tokens, if it is asked for.
+    void capture(int index, const float* residual) {
+        const int64_t width = model_.hidden, stride = step_.num_captured * width;
+        for (int k = 0; k < step_.num_captured; k++)
+            if (step_.captured_layers[k] == index)
+                w_.all.each(step_.num_tokens, [&](int64_t t) {
+                    std::copy(residual + t * width, residual + (t + 1) * width, step_.captured + t * stride + k * width);
+                });
+    }
 
     // The queries, keys and values of some tokens; keys and values go to their slots.
     template <class Pool>

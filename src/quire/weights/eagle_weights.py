@@ -1,0 +1,97 @@
+"""Loads the weights of an EAGLE-3 head, whose tensors were checked when it was opened."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.errors import BrokenModelFile
+from quire.formats.checkpoint import StoredTensor
+from quire.formats.eagle_head import EagleCheckpoint
+from quire.models.eagle_head import EagleWeights
+from quire.models.parameters import DecoderWeights, LayerWeights
+from quire.weights.dequantize import FloatsOnly
+from quire.weights.load import LoadedBytes, Progress
+from quire.weights.loader_threads import load_slices
+from quire.weights.tensor_reader import read_exactly, slices_of
+
+_ATTENTION, _MLP = "midlayer.self_attn.{}_proj.{}", "midlayer.mlp.{}_proj.weight"
+
+
+class _HeadTensors:
+    """Allocates tensors, and remembers what fills them."""
+
+    def __init__(self, checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._parts: list[tuple[StoredTensor, Tensor]] = []
+
+    def tensor(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Stored tensors one after the other, as one."""
+        stored = [self._checkpoint.tensors[name] for name in names]
+        shape = (sum(each.shape[0] for each in stored), *stored[0].shape[1:])
+        whole = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        start = 0
+        for each in stored:
+            self._parts.append((each, whole[start : start + each.shape[0]]))
+            start += each.shape[0]
+        return whole
+
+    def vector(self, *names: str) -> Tensor:
+        return self.tensor(*names, dtype=torch.float32)
+
+    def fill(self, progress: Progress | None) -> None:
+        slices = [part for stored, destination in self._parts for part in slices_of(stored, destination)]
+        total = sum(part.num_bytes for part in slices)
+        load_slices(slices, FloatsOnly(), self._device, LoadedBytes(total, progress))
+
+
+def load_eagle_weights(
+    checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> EagleWeights:
+    """Matrices in this dtype, norms and biases in float32."""
+    tensors, spec = _HeadTensors(checkpoint, dtype, device), checkpoint.spec
+    with_bias = spec.layer.qkv_bias
+    layer = LayerWeights(
+        attention_norm=tensors.vector("midlayer.input_layernorm.weight"),
+        qkv=tensors.tensor(*(_ATTENTION.format(part, "weight") for part in "qkv")),
+        qkv_bias=tensors.vector(*(_ATTENTION.format(part, "bias") for part in "qkv")) if with_bias else None,
+        query_norm=None,
+        key_norm=None,
+        output=tensors.tensor(_ATTENTION.format("o", "weight")),
+        output_bias=tensors.vector(_ATTENTION.format("o", "bias")) if with_bias else None,
+        attention_post_norm=None,
+        mlp_norm=tensors.vector("midlayer.post_attention_layernorm.weight"),
+        gate_up=tensors.tensor(_MLP.format("gate"), _MLP.format("up")),
+        gate_up_bias=None,
+        down=tensors.tensor(_MLP.format("down")),
+        down_bias=None,
+        mlp_post_norm=None,
+    )
+    hidden = spec.layer.hidden_size
+    embedding = (
+        tensors.tensor("embed_tokens.weight")
+        if spec.own_embedding
+        else torch.empty(0, hidden, dtype=dtype, device=device)
+    )
+    weights = EagleWeights(
+        fuse=tensors.tensor("fc.weight"),
+        hidden_norm=tensors.vector("midlayer.hidden_norm.weight"),
+        layer=DecoderWeights(embedding, (layer,), tensors.vector("norm.weight"), tensors.tensor("lm_head.weight")),
+        target_tokens=_target_tokens(checkpoint, device) if spec.maps_tokens else None,
+    )
+    tensors.fill(progress)
+    return weights
+
+
+def _target_tokens(checkpoint: EagleCheckpoint, device: torch.device) -> Tensor:
+    """The model's token of each draft token: `d2t` has the difference."""
+    stored, vocab_size = checkpoint.tensors["d2t"], checkpoint.spec.target_vocab_size
+    differences = np.empty(stored.shape[0], dtype=np.int64 if stored.encoding == "I64" else np.int32)
+    with stored.path.open("rb", buffering=0) as file:
+        read_exactly(file, stored, stored.offset, differences.view(np.uint8))
+    tokens = np.arange(len(differences)) + differences.astype(np.int64)
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
+        raise BrokenModelFile(
+            f"d2t in {stored.path} maps {len(tokens)} draft tokens to {len(np.unique(tokens))} tokens from "
+            f"{tokens.min()} to {tokens.max()}; each needs its own, from 0 to {vocab_size - 1}."
+        )
+    return torch.from_numpy(tokens).to(device)

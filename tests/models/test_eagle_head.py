@@ -1,0 +1,67 @@
+"""An EAGLE-3 head against plain torch, and what the decoder copies for it against transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.formats.eagle_head import open_eagle_head
+from quire.models.decoder import Decoder
+from quire.models.eagle_head import EagleHead
+from quire.runner.kv_store import new_store
+from quire.weights.eagle_weights import load_eagle_weights
+from tests.kernels.cpu_kernels import cpu_kernels, each_kernels
+from tests.kernels.layouts import Pages, Part
+from tests.models.eagle_reference import ReferenceHead
+from tests.models.families import FAMILIES, VOCAB, build
+from tests.tiers import choices
+
+LENGTHS = [9, 1, 14]
+CPU = torch.device("cpu")
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@each_kernels
+@pytest.mark.parametrize("family", choices(["gemma3"], list(BY_NAME)))
+def test_what_enters_layers_is_copied_for_every_token(family: str, name: str) -> None:
+    """Though only some tokens are selected; a layer may be asked for twice."""
+    twin, layers = build(BY_NAME[family]), (0, 1, 1)
+    decoder = Decoder(twin.spec, twin.weights, cpu_kernels(name), 32)
+    pages = Pages.shuffled(LENGTHS, 4, 0)
+    layout = pages.layout({number: Part(0, length) for number, length in enumerate(LENGTHS)})
+    store = torch.zeros(decoder.kv_geometry.store_shape(pages.num_blocks, 4))
+    tokens = torch.tensor([token for text in texts() for token in text])
+    capture = decoder.capture(layers)
+    decoder.forward(tokens, layout, store, torch.tensor([8, 9, 23]))
+    with torch.inference_mode():
+        states = [twin.peer(torch.tensor([text]), output_hidden_states=True).hidden_states for text in texts()]
+    wanted = torch.cat([torch.cat([each[layer][0] for layer in layers], dim=-1) for each in states])
+    assert capture.states is not None
+    assert torch.allclose(capture.states, wanted, atol=1e-4)
+
+
+@each_kernels
+def test_the_head_says_what_the_reference_says(tmp_path: Path, name: str) -> None:
+    """With an embedding of its own, and tensors named as in a model."""
+    twin = build(BY_NAME["llama3"])
+    reference = ReferenceHead(twin.peer, (0, 1, 1), seed=4)
+    folder = reference.write(tmp_path, embed_tokens=True, prefix="model.")
+    checkpoint = open_eagle_head(folder, twin.spec, "the model")
+    kernels, text = cpu_kernels(name), texts()[2]
+    weights = load_eagle_weights(checkpoint, torch.float32, CPU)
+    head = EagleHead(checkpoint.spec, weights, kernels, 32, lambda tokens: pytest.fail("it has an embedding"))
+    pages = Pages.shuffled([len(text) - 1], 4, 1)
+    store = new_store(head.kv_geometry, pages.num_blocks, 4, CPU).device
+    with torch.inference_mode():
+        tokens, states = torch.tensor(text[1:]), reference.states(text)[:-1]
+        wanted = reference.pairs(tokens, states)
+        hidden = head.forward(tokens, pages.layout({0: Part(0, len(tokens))}), store, None, states)
+        assert torch.allclose(hidden, wanted, atol=1e-4)
+        logits, drafted = head.logits(hidden), reference.t2d
+        assert torch.allclose(logits[:, drafted], reference.logits(wanted), atol=1e-3)
+    assert logits.shape == (len(tokens), VOCAB) and bool((logits[:, ~drafted] == -torch.inf).all())
