@@ -13,7 +13,15 @@ from quire.core.moves import Tier
 from quire.core.oracle import continuation
 from quire.core.request import BlockOwner, Request
 from quire.core.sampling import RowSampling
-from quire.core.shared_blocks import MAX_LEASES, BlockAddress, LeaseEnded, PeerBlocks, SharedBlocks
+from quire.core.shared_blocks import (
+    MAX_LEASES,
+    BlockAddress,
+    LeaseEnded,
+    MemoryRefused,
+    PeerBlocks,
+    PeerLease,
+    SharedBlocks,
+)
 from quire.engine.prefix_transfer import (
     LEASE_S,
     ImportDone,
@@ -69,17 +77,28 @@ class Clock:
 
 
 class OracleSource:
-    """Blocks of one oracle, copied into those of another."""
+    """Blocks of one oracle, copied into those of another: as late as a device may, after some looks at it."""
 
-    def __init__(self, address: BlockAddress, source: OracleRunner, target: OracleRunner) -> None:
-        self._peer = PeerBlocks(address, np.zeros((1, 0), dtype=np.uint8))
-        self._source, self._target = source, target
+    def __init__(self, address: BlockAddress, source: OracleRunner, target: OracleRunner, num_looks: int = 0) -> None:
+        self._peer = PeerLease(address)
+        self._source, self._target, self._num_looks = source, target, num_looks
+        self._under_way: list[tuple[int, int]] = []
+        self._num_left = 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert not self._under_way
         self._peer.check()
-        for source, target in zip(sources, targets, strict=True):
+        self._under_way, self._num_left = list(zip(sources, targets, strict=True)), self._num_looks
+
+    def device_s(self, *, wait: bool) -> float | None:
+        if self._num_left and not wait:
+            self._num_left -= 1
+            return None
+        for source, target in self._under_way:
             self._target._device[target] = list(self._source._device[source])
+        self._under_way = []
         self._peer.check()
+        return 0.5
 
 
 class Exchange:
@@ -104,7 +123,9 @@ class Exchange:
         self.imports = PrefixImports(
             self.decode.scheduler,
             LAYOUT,
-            lambda address: OracleSource(address, self.prefill.runner, self.decode.runner),
+            lambda address: OracleSource(
+                address, self.prefill.runner, self.decode.runner, num_looks=self.dice.choice([0, 1, 3])
+            ),
             lambda: self.clock.now_s,
             copy_bytes=self.dice.choice([1, 3]),
         )
@@ -364,6 +385,32 @@ def test_nothing_is_copied_into_room_that_was_lost_with_a_step() -> None:
     assert decode.runner.read(Tier.DEVICE, range(1, 41)) == before
 
 
+def test_room_that_was_lost_is_free_for_rows_only_after_the_copy_into_it() -> None:
+    """A device copies while steps go on, also where a step was lost: the next step must find it done."""
+    leased, decode = Leased(), Side(40)
+    source = OracleSource(leased.lease.address, leased.prefill.runner, decode.runner, num_looks=9)
+    imports = PrefixImports(decode.scheduler, LAYOUT, lambda address: source, lambda: 0.0)
+    imports.begin(3, BlockOwner(RequestId(0), "", 0), leased.prompt, leased.lease)
+    assert imports.advance() is None and source._under_way
+    decode.scheduler.lose_steps(keep_cache=False)
+    assert imports.advance() == ImportDone(3, 0, 0, TransferFailure.LEASE_ENDED)
+    assert not source._under_way and imports.idle
+    audit_rest(decode.scheduler)
+
+
+def test_memory_that_cannot_be_read_is_told_and_nothing_is_held() -> None:
+    leased, decode = Leased(), Side(40)
+
+    def refuse(address: BlockAddress) -> OracleSource:
+        raise MemoryRefused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+
+    imports = PrefixImports(decode.scheduler, LAYOUT, refuse, lambda: 0.0)
+    with pytest.raises(TransferFailed) as failed:
+        imports.begin(3, BlockOwner(RequestId(0), "", 0), leased.prompt, leased.lease)
+    assert failed.value.reason is TransferFailure.NOT_READABLE and imports.idle
+    audit_rest(decode.scheduler)
+
+
 def test_the_runner_is_told_which_blocks_were_written() -> None:
     leased, decode, told = Leased(), Side(40), list[int]()
     imports = PrefixImports(
@@ -378,7 +425,7 @@ def test_the_runner_is_told_which_blocks_were_written() -> None:
     while (done := imports.advance()) is None:
         pass
     found = decode.runner.read(Tier.DEVICE, told)
-    assert done.num_tokens == len(found) > BLOCK
+    assert done.num_tokens == len(found) > BLOCK and done.copy_s == 0.5 * len(leased.lease.blocks)
     assert found == [(token, at) for at, token in enumerate(leased.prompt[: len(found)])]
 
 

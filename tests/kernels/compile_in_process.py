@@ -177,7 +177,8 @@ def compiled() -> dict[str, object]:
         for width in (64, 128, 64):
             act_and_mul(torch.empty(2, width, dtype=torch.bfloat16, device=META), "silu")
         launch(nonsense, (1,), torch.empty(1, device=META))
-        copy_blocks(torch.empty(4, 32, device=META), *torch.zeros(2, 1, dtype=torch.int64, device=META))
+        store = torch.empty(4, 32, device=META)
+        copy_blocks(store, store, *torch.zeros(2, 1, dtype=torch.int64, device=META))
 
     done = compile_launched(play, 2)
     num_stamps = len(list(Path(knobs.cache.dir).glob("quire-*")))

@@ -26,20 +26,20 @@ def test_targets_become_their_sources_and_all_others_stay(order, num_pairs, dtyp
     store = torch.randint(256, (9, 2, size), generator=torch.Generator().manual_seed(size)).to(DEVICE, dtype)
     expected = store.clone()
     expected[targets] = store[sources]
-    copy_blocks(store, *pairs(sources, targets))
+    copy_blocks(store, store, *pairs(sources, targets))
     assert torch.equal(store, expected)
 
 
 def test_one_source_may_go_to_several_targets():
     store = torch.arange(5, device=DEVICE)[:, None].repeat(1, 8)
-    copy_blocks(store, *pairs([4, 4, 0], [1, 2, 3]))
+    copy_blocks(store, store, *pairs([4, 4, 0], [1, 2, 3]))
     assert store[:, 0].tolist() == [0, 4, 4, 0, 4]
 
 
 def test_bits_are_copied_and_not_numbers():
     """A signalling NaN would come out of a float register as another one."""
     store = torch.tensor([[0x7FA00001], [0]], dtype=torch.int32, device=DEVICE).view(torch.float32)
-    copy_blocks(store, *pairs([0], [1]))
+    copy_blocks(store, store, *pairs([0], [1]))
     assert store.view(torch.int32).flatten().tolist() == [0x7FA00001, 0x7FA00001]
 
 
@@ -49,5 +49,5 @@ def test_blocks_beyond_two_to_the_31_words_are_copied():
     last = 2**31 // block_bytes + 1
     store = torch.empty(last + 1, block_bytes, dtype=torch.uint8, device=DEVICE)
     store[0], store[last], store[last - 1] = 3, 5, 7
-    copy_blocks(store, *pairs([last, 0], [1, last - 1]))
+    copy_blocks(store, store, *pairs([last, 0], [1, last - 1]))
     assert (store[1] == 5).all() and (store[last - 1] == 3).all() and (store[last] == 5).all()

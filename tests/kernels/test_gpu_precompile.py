@@ -41,7 +41,7 @@ def test_no_triton_default_that_will_change_is_relied_on(apart: dict[str, Any]) 
 
 def copied() -> bool:
     store = torch.arange(2, device=DEVICE)[:, None].repeat(1, 8)
-    copy_blocks(store, *torch.tensor([[1], [0]], device=DEVICE))
+    copy_blocks(store, store, *torch.tensor([[1], [0]], device=DEVICE))
     return store[0, 0].item() == 1
 
 

@@ -216,7 +216,7 @@ _SERVING = (
                  help="With --ray: stop an engine that was not needed for so long. Default: 300."),
     click.option("--prefill-engines", type=click.IntRange(0, 64), default=0, show_default=True, metavar="N",
                  help="Further engines that compute long prompts for the others, which copy their KV blocks "
-                 "(prefill/decode split). So far on CPUs."),
+                 "(prefill/decode split). On a GPU with --kv-cache-memory."),
     click.option("--kv-events-config", "kv_events", metavar="JSON",
                  help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
                  '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),

@@ -2,7 +2,8 @@
 
 One process owns the memory: an anonymous file (`memfd_create`), which ends with the last process that has it mapped. It
 begins with a page of words: the epoch, a random number of this memory, and one word for each lease, which holds the
-lease's generation while it lasts, and 0 otherwise. No generation comes twice. The blocks follow.
+lease's generation while it lasts, and 0 otherwise. No generation comes twice. The blocks follow, unless they are in the
+memory of a GPU: then the address of a lease says where (`runner/cuda_ipc.py`).
 
 The owner sets the word of a lease to 0 before the leased blocks can be written again. So a reader that finds its
 generation after a copy has copied what was leased; a copy that was overtaken by the end of its lease is dropped. No
@@ -23,6 +24,14 @@ _HEADER_BYTES = 4096  # a page, so that the blocks begin at one
 _FIRST_LEASE = 1  # word 0 is the epoch
 
 
+class DeviceMemory(NamedTuple):
+    """Blocks of a GPU that other processes can open."""
+
+    handle: str  # of the allocation: CUDA IPC's 64 bytes in hexadecimal
+    offset: int  # of the first block in it, in bytes
+    num_blocks: int
+
+
 class BlockAddress(NamedTuple):
     """Where the blocks of another process are, and the lease on some of them."""
 
@@ -32,19 +41,30 @@ class BlockAddress(NamedTuple):
     slot: int
     generation: int
     block_bytes: int
+    memory: DeviceMemory | None = None  # None: in the file
 
 
 class LeaseEnded(Exception):
     """The memory, or the lease on it, is gone: nothing that was copied may be used."""
 
 
+class MemoryRefused(Exception):
+    """The memory of another process cannot be read from this one."""
+
+
 class SharedBlocks:
     """The owner's side. Block 0 is the first."""
 
-    __slots__ = ("_descriptor", "_free", "_memory", "_next_generation", "_words", "block_bytes", "blocks", "epoch")
+    __slots__ = (
+        *("_descriptor", "_device", "_free", "_memory", "_next_generation", "_words"),
+        *("block_bytes", "blocks", "epoch"),
+    )
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, device: DeviceMemory | None = None) -> None:
+        """`device`: where the blocks are, if not in this memory."""
         self.block_bytes = block_bytes
+        self._device = device
+        num_blocks = num_blocks if device is None else 0
         self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _HEADER_BYTES + num_blocks * block_bytes)
         self._memory = mmap.mmap(self._descriptor, 0)
@@ -63,7 +83,9 @@ class SharedBlocks:
         slot, generation = self._free.pop(), self._next_generation
         self._next_generation += 1
         self._words[_FIRST_LEASE + slot] = generation
-        return BlockAddress(os.getpid(), self._descriptor, int(self.epoch), slot, generation, self.block_bytes)
+        return BlockAddress(
+            os.getpid(), self._descriptor, int(self.epoch), slot, generation, self.block_bytes, self._device
+        )
 
     def revoke(self, slot: int) -> None:
         """End a lease. From now on no reader uses what it copies."""
@@ -80,21 +102,20 @@ class SharedBlocks:
         os.close(self._descriptor)
 
 
-class PeerBlocks:
-    """A reader's side: copies leased blocks of another process into blocks of its own."""
+class PeerLease:
+    """A reader's side: whether a lease of another process lasts."""
 
-    __slots__ = ("_address", "_blocks", "_targets", "_words")
+    __slots__ = ("_address", "_memory", "_words")
 
-    def __init__(self, address: BlockAddress, targets: NDArray[np.uint8]) -> None:
-        """`targets`: [blocks, bytes]. Raises `LeaseEnded` if the process is gone or has other memory by now."""
+    def __init__(self, address: BlockAddress) -> None:
+        """Raises `LeaseEnded` if the process is gone or has other memory by now."""
         self._address = address
-        self._targets = targets
         try:
             descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise LeaseEnded(f"process {address.pid} is gone") from error
         try:
-            memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            self._memory = memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:  # not the file of a `SharedBlocks`
             raise LeaseEnded(f"process {address.pid} shares no memory") from error
         finally:
@@ -102,10 +123,6 @@ class PeerBlocks:
         if len(memory) < _HEADER_BYTES:
             raise LeaseEnded(f"process {address.pid} shares other memory")
         self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, _FIRST_LEASE + MAX_LEASES)
-        size = address.block_bytes
-        num_blocks = (len(memory) - _HEADER_BYTES) // size if size else 0
-        blocks: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, num_blocks * size, _HEADER_BYTES)
-        self._blocks = blocks.reshape(num_blocks, size)
         self.check()
 
     def check(self) -> None:
@@ -114,6 +131,23 @@ class PeerBlocks:
         if self._words[0] != address.epoch or self._words[_FIRST_LEASE + address.slot] != address.generation:
             raise LeaseEnded("the lease has ended")
 
+
+class PeerBlocks(PeerLease):
+    """Copies leased blocks of another process into blocks of this one. A copy is complete when `copy` returns."""
+
+    __slots__ = ("_blocks", "_targets")
+
+    def __init__(self, address: BlockAddress, targets: NDArray[np.uint8]) -> None:
+        """`targets`: [blocks, bytes]."""
+        super().__init__(address)
+        if address.memory is not None:
+            raise MemoryRefused("the blocks are in the memory of a GPU")
+        self._targets = targets
+        size = address.block_bytes
+        num_blocks = (len(self._memory) - _HEADER_BYTES) // size if size else 0
+        blocks: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, num_blocks * size, _HEADER_BYTES)
+        self._blocks = blocks.reshape(num_blocks, size)
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks. Raises `LeaseEnded` if the lease did not last until they were copied."""
         self.check()
@@ -121,3 +155,7 @@ class PeerBlocks:
             for source, target in zip(sources, targets, strict=True):
                 np.copyto(self._targets[target], self._blocks[source])
         self.check()
+
+    def device_s(self, *, wait: bool) -> float | None:
+        """No device copies."""
+        return 0.0

@@ -14,6 +14,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
+from quire.core.shared_blocks import PeerBlocks
 from quire.core.step import Runner
 from quire.engine.build_draft import BuiltDraft, LoadedDraft, LoadedHead, build_draft, load_draft
 from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
@@ -42,7 +43,7 @@ from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
-from quire.engine.prefix_transfer import EngineRole
+from quire.engine.prefix_transfer import DEVICE_COPY_BYTES, EngineRole
 from quire.engine.resolved_config import GIB, MachineInfo, ResolvedConfig, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
@@ -53,6 +54,7 @@ from quire.models.decoder import Decoder
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
+from quire.runner.cuda_ipc import PeerStores
 from quire.runner.kv_store import KvStores
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import StageRunner
@@ -204,9 +206,22 @@ def _connect(
     engine: Engine, role: EngineRole, stores: KvStores, layout: str, runner: ModelRunner | StageRunner
 ) -> None:
     """Let a prefill engine lease its blocks, and a decode engine copy those of others."""
-    if role is not EngineRole.WHOLE:
-        note_imported = runner.note_imported if isinstance(runner, ModelRunner) else None
-        engine.connect(layout, stores.shared or stores.block_bytes, note_imported)
+    if role is EngineRole.WHOLE:
+        return
+    device = stores.device.device
+    if stores.shared is not None:
+        # Cached blocks are computed, but one that returns from the host may still be on its way.
+        returns = stores.host is not None and device.type == "cuda"
+        settle = torch.cuda.current_stream(device).synchronize if returns else None
+        engine.export_prefixes(layout, stores.shared, settle)
+        return
+    note_imported = runner.note_imported if isinstance(runner, ModelRunner) else None
+    if device.type == "cuda":
+        peers = PeerStores(stores)
+        engine.import_prefixes(layout, peers.source, note_imported, peers.close_ended, DEVICE_COPY_BYTES)
+    else:
+        blocks = stores.block_bytes
+        engine.import_prefixes(layout, lambda address: PeerBlocks(address, blocks), note_imported)
 
 
 def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:

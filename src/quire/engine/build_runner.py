@@ -26,6 +26,7 @@ from quire.models.decoder import Decoder
 from quire.models.eagle_head import EagleHead
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
+from quire.runner.cuda_ipc import export_store
 from quire.runner.device_drafting import DraftConfig, SuffixDrafter
 from quire.runner.draft_model import DraftModelConfig
 from quire.runner.drafters import drafters_of
@@ -74,16 +75,20 @@ def make_stores(
     device: torch.device,
     role: EngineRole = EngineRole.WHOLE,
 ) -> KvStores:
-    """Other engines read the blocks of a prefill engine, so these are in shared memory."""
-    return new_store(
+    """Other engines read the blocks of a prefill engine, so these are in memory that is shared or exported."""
+    is_read = role is EngineRole.PREFILL
+    stores = new_store(
         model.kv_geometry,
         resolved.num_blocks,
         resolved.block_size,
         device,
         resolved.num_host_blocks,
         choice.copy_blocks,
-        shared=_share_blocks(model, resolved) if role is EngineRole.PREFILL else None,
+        shared=_share_blocks(model, resolved) if is_read and device.type == "cpu" else None,
     )
+    if is_read and device.type == "cuda":
+        stores.shared = SharedBlocks(len(stores.device), stores.raw_blocks.shape[1], export_store(stores.device))
+    return stores
 
 
 def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig) -> SharedBlocks:
@@ -103,11 +108,11 @@ def check_role(role: EngineRole, config: EngineConfig, device: torch.device) -> 
     """Before the weights are loaded."""
     if role is EngineRole.WHOLE:
         return
-    if device.type != "cpu":
+    if device.type == "cuda" and config.kv_cache_memory is None:
         raise ConfigError(
-            f"--prefill-engines shares KV blocks of CPU memory so far, and the device is {device.type}; omit it, or "
-            f"use --device cpu.",
-            param="prefill_engines",
+            "With --prefill-engines several engines share a GPU, and none can know what the others need: say how much "
+            "each may use for its KV cache, such as --kv-cache-memory 20GiB.",
+            param="kv_cache_memory",
         )
     for flag, size in (
         ("--tensor-parallel-size", config.tensor_parallel_size),

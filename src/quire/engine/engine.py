@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence
 from quire.core.sampling import MAX_SEED, Grammar
-from quire.core.shared_blocks import PeerBlocks, SharedBlocks
+from quire.core.shared_blocks import BlockAddress, SharedBlocks
 from quire.core.step import FinishReason, Runner
 from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.messages import Accepted, AddRequest
-from quire.engine.prefix_transfer import PrefixExports, PrefixImports
+from quire.engine.prefix_transfer import COPY_BYTES, BlockSource, PrefixExports, PrefixImports
 from quire.engine.request_validator import RequestValidator
 from quire.runner.graph_shapes import LaunchCounts
 from quire.sched.explain import Explanation, SlowSteps
@@ -126,24 +125,22 @@ class Engine:
             )
         self.grammars.prepare(grammar)
 
-    def connect(
+    def export_prefixes(self, layout: str, shared: SharedBlocks, settle: Callable[[], None] | None = None) -> None:
+        """Lease prefixes in these blocks to other engines. `settle`: see `PrefixExports`."""
+        self.exports = PrefixExports(self.scheduler, shared, layout, self.clock, settle)
+
+    def import_prefixes(
         self,
         layout: str,
-        blocks: SharedBlocks | NDArray[np.uint8],
+        open_source: Callable[[BlockAddress], BlockSource],
         note_imported: Callable[[IntArray], None] | None = None,
+        close_ended: Callable[[], None] | None = None,
+        copy_bytes: int = COPY_BYTES,
     ) -> None:
-        """Lease prefixes in these shared blocks to other engines; or copy those of other engines into these blocks,
-        [blocks, bytes], and tell which were written."""
-        if isinstance(blocks, SharedBlocks):
-            self.exports = PrefixExports(self.scheduler, blocks, layout, self.clock)
-        else:
-            self.imports = PrefixImports(
-                self.scheduler,
-                layout,
-                lambda address: PeerBlocks(address, blocks),
-                self.clock,
-                note_imported=note_imported,
-            )
+        """Copy prefixes of other engines. The parameters are those of `PrefixImports`."""
+        self.imports = PrefixImports(
+            self.scheduler, layout, open_source, self.clock, copy_bytes, note_imported, close_ended
+        )
 
     def explain(self, request_id: RequestId) -> Explanation:
         """What happened to a request that is open, or among the latest finished ones."""

@@ -98,11 +98,11 @@ class EngineServer:
                 self._read()
                 if self._closed:
                     return
+                self._move_prefixes()
                 if not self._engine.idle:
                     self._step()
-                else:
+                elif not self._is_copying:
                     self._engine.prepare()
-                self._move_prefixes()
                 if self._publisher is not None:
                     self._publish_events(self._publisher)
                 self._send_stats()
@@ -123,6 +123,10 @@ class EngineServer:
         if done is not None:
             reply = ImportReply(done.num_tokens, done.num_bytes, done.failure, done.copy_s)
             self._send(QueryReply(done.token, as_json(reply)))
+
+    @property
+    def _is_copying(self) -> bool:
+        return self._engine.imports is not None and not self._engine.imports.idle
 
     def _lease(self, message: LeasePrefix) -> None:
         reply = LeaseReply(failure=TransferFailure.NOT_CACHED)
@@ -196,8 +200,8 @@ class EngineServer:
 
     def _read(self) -> None:
         """Handle every message that has arrived; when idle, wait for one until the next statistics."""
-        copies = self._engine.imports is not None and not self._engine.imports.idle
-        timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared and not copies else 0.0
+        is_idle = self._engine.idle and self._engine.prepared and not self._is_copying
+        timeout_s = HEARTBEAT_S if is_idle else 0.0
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
             timeout_s = 0.0
             if self._woken in ready:

@@ -1,11 +1,13 @@
 """Prefixes between engines: a prefill engine leases the blocks of a prompt, a decode engine copies them.
 
 The prefix cache is the exchange. What a prefill engine has computed is in its cache: a lease holds these blocks until
-it is released or expires. A decode engine takes free blocks, copies some of them between two steps, and puts them into
-its own cache when all are there and the lease has lasted. The request then finds its prefix cached. Whatever fails,
+it is released or expires. A decode engine takes free blocks, copies some of them between two steps (on a GPU beside the
+steps, which it does not wait for), and puts them into its own cache when all are there and the lease has lasted. The
+request then finds its prefix cached. Whatever fails,
 nothing is inserted, the blocks are free again, and the request computes its prompt as without another engine.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +18,15 @@ import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import BlockOwner
-from quire.core.shared_blocks import BlockAddress, LeaseEnded, SharedBlocks
+from quire.core.shared_blocks import BlockAddress, LeaseEnded, MemoryRefused, SharedBlocks
 from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.scheduler import Scheduler
 
 LEASE_S = 10.0  # a decode engine copies within milliseconds, unless a step of its own takes long
 COPY_BYTES = 32 << 20  # between two steps: some 10 ms
+DEVICE_COPY_BYTES = 256 << 20  # beside a step of a GPU: some 0.2 ms of its memory bandwidth
+
+_log = logging.getLogger(__name__)
 
 
 class TransferFailure(Enum):
@@ -33,6 +38,7 @@ class TransferFailure(Enum):
     NOT_CACHED = "not_cached"
     LEASE_ENDED = "lease_ended"
     LAYOUT = "layout"
+    NOT_READABLE = "not_readable"
     NO_ROOM = "no_room"
 
     @property
@@ -47,6 +53,7 @@ _FAILURE_TEXT = {
     TransferFailure.NOT_CACHED: "the prefill engine no longer had it cached, or had too many leases",
     TransferFailure.LEASE_ENDED: "the lease on its blocks ended before they were copied",
     TransferFailure.LAYOUT: "the prefill engine has another layout of blocks",
+    TransferFailure.NOT_READABLE: "the memory of the prefill engine could not be read from this engine",
     TransferFailure.NO_ROOM: "this engine had too few free blocks for it",
 }
 
@@ -80,11 +87,19 @@ class PrefixLease:
 class PrefixExports:
     """The leases of a prefill engine."""
 
-    def __init__(self, scheduler: Scheduler, shared: SharedBlocks, layout: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        shared: SharedBlocks,
+        layout: str,
+        clock: Callable[[], float],
+        settle: Callable[[], None] | None = None,  # wait for the device, where a cached block may be on its way there
+    ) -> None:
         self._scheduler = scheduler
         self._shared = shared
         self._layout = layout
         self._clock = clock
+        self._settle = settle
         self._leases: dict[int, _Leased] = {}  # by slot, the oldest first
 
     def lease(self, partition: str, tokens: Sequence[int]) -> PrefixLease:
@@ -97,6 +112,8 @@ class PrefixExports:
         if address is None:
             self._scheduler.release_prefix(held.number, written=False)
             raise TransferFailed(TransferFailure.NOT_CACHED)
+        if self._settle is not None:
+            self._settle()
         self._leases[address.slot] = _Leased(address.generation, held.number, self._clock() + LEASE_S)
         blocks = held.cached.tolist()
         return PrefixLease(address, self._layout, len(blocks) * self._scheduler.kv.block_size, blocks)
@@ -130,10 +147,14 @@ class _Leased(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """Leased blocks of another engine: shared memory (`PeerBlocks`); other transports have the same method."""
+    """Leased blocks of another engine: shared memory (`PeerBlocks`), or a GPU's (`runner/cuda_ipc.py`)."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Raises `LeaseEnded`."""
+        """Begin to copy. Raises `LeaseEnded`: then no copy has begun."""
+
+    def device_s(self, *, wait: bool) -> float | None:
+        """The seconds that a device took for what `copy` began, without those of the call; None while it copies, unless
+        it is waited for. Raises `LeaseEnded` if the lease did not last until the end."""
 
 
 class ImportDone(NamedTuple):
@@ -153,6 +174,7 @@ class _Import:
     source: BlockSource
     sources: list[int]  # of the blocks that are missing here
     block_bytes: int
+    num_begun: int = field(default=0)
     num_copied: int = field(default=0)
     copy_s: float = field(default=0.0)
 
@@ -168,6 +190,7 @@ class PrefixImports:
         clock: Callable[[], float],
         copy_bytes: int = COPY_BYTES,
         note_imported: Callable[[IntArray], None] | None = None,  # of blocks that are written
+        close_ended: Callable[[], None] | None = None,  # the memory of engines that have ended
     ) -> None:
         self._scheduler = scheduler
         self._layout = layout
@@ -175,6 +198,7 @@ class PrefixImports:
         self._clock = clock
         self._copy_bytes = copy_bytes
         self._note_imported = note_imported
+        self._close_ended = close_ended
         self._open: deque[_Import] = deque()
 
     def begin(self, token: int, owner: BlockOwner, tokens: Sequence[int], lease: PrefixLease) -> None:
@@ -185,6 +209,9 @@ class PrefixImports:
             source = self._open_source(lease.address)
         except LeaseEnded as ended:
             raise TransferFailed(TransferFailure.LEASE_ENDED) from ended
+        except MemoryRefused as refused:
+            _log.error("the memory of a prefill engine cannot be read: %s", refused)
+            raise TransferFailed(TransferFailure.NOT_READABLE) from refused
         prefix = np.array(tokens[: lease.num_tokens], dtype=np.int32)
         held = self._scheduler.hold_prefix(owner, prefix, with_room=True)
         if held is None:
@@ -197,25 +224,43 @@ class PrefixImports:
         return not self._open
 
     def advance(self) -> ImportDone | None:
-        """Copy some blocks of the oldest import, between two steps; its end, if it has come."""
+        """Between two steps: copy some blocks of the oldest import; its end, if it has come."""
+        if self._close_ended is not None:
+            self._close_ended()
         if not self._open:
             return None
         each = self._open[0]
-        count = max(self._copy_bytes // max(each.block_bytes, 1), 1)
-        part = slice(each.num_copied, each.num_copied + count)
         alive = each.held.number in self._scheduler.kv.holds.held  # else it was lost with a step
         try:
             if not alive:
+                each.source.device_s(wait=True)  # rows get these blocks with the next step
                 raise LeaseEnded("the blocks of this engine were lost")
-            started_s = self._clock()
-            each.source.copy(each.sources[part], each.held.room[part].tolist())
-            each.copy_s += self._clock() - started_s
-            if self._note_imported is not None:
-                self._note_imported(each.held.room[part])
+            if self._is_copied(each) and each.num_copied < len(each.sources):
+                self._begin_copy(each)
+                self._is_copied(each)
         except LeaseEnded:
             return self._end(TransferFailure.LEASE_ENDED)
-        each.num_copied += len(each.sources[part])
         return self._end(None) if each.num_copied == len(each.sources) else None
+
+    def _begin_copy(self, each: _Import) -> None:
+        count = max(self._copy_bytes // max(each.block_bytes, 1), 1)
+        part = slice(each.num_copied, each.num_copied + count)
+        started_s = self._clock()
+        each.source.copy(each.sources[part], each.held.room[part].tolist())
+        each.copy_s += self._clock() - started_s
+        each.num_begun += len(each.sources[part])
+
+    def _is_copied(self, each: _Import) -> bool:
+        """Whether all that was begun is copied."""
+        if each.num_copied < each.num_begun:
+            seconds = each.source.device_s(wait=False)
+            if seconds is None:
+                return False
+            each.copy_s += seconds
+            if self._note_imported is not None:
+                self._note_imported(each.held.room[each.num_copied : each.num_begun])
+            each.num_copied = each.num_begun
+        return True
 
     def _end(self, failure: TransferFailure | None) -> ImportDone:
         each = self._open.popleft()

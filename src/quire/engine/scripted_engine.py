@@ -17,7 +17,7 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, NoTokenizer
 from quire.core.ids import IntArray
-from quire.core.shared_blocks import SharedBlocks
+from quire.core.shared_blocks import PeerBlocks, SharedBlocks
 from quire.engine.build_scheduler import make_grammars, make_scheduler, make_validator
 from quire.engine.engine import Engine
 from quire.engine.open_model import OpenedModel, open_model
@@ -70,9 +70,8 @@ def build_scripted(
         clock=time.monotonic,
         grammars=make_grammars(opened, spec.vocab_size),
     )
-    if role is not EngineRole.WHOLE:  # blocks without bytes: the leases and their ends are real
-        own = SharedBlocks(1, 0) if role is EngineRole.PREFILL else np.zeros((1, 0), dtype=np.uint8)
-        engine.connect(f"script of {opened.name}", own)
+    if role is not EngineRole.WHOLE:
+        _connect(engine, role, f"script of {opened.name}")
     info = EngineInfo(
         name=opened.name,
         max_model_len=resolved.max_model_len,
@@ -88,6 +87,14 @@ def build_scripted(
         caches_prefixes=resolved.regime == "prefix",
     )
     return engine, info
+
+
+def _connect(engine: Engine, role: EngineRole, layout: str) -> None:
+    """Blocks without bytes: the leases and their ends are real."""
+    if role is EngineRole.PREFILL:
+        engine.export_prefixes(layout, SharedBlocks(1, 0))
+    else:
+        engine.import_prefixes(layout, lambda address: PeerBlocks(address, np.zeros((1, 0), dtype=np.uint8)))
 
 
 class Script:

@@ -35,7 +35,7 @@ class KernelChoice(NamedTuple):
     row_kernels: RowKernels | None = None  # None: sampling by tensor operations
     draft_kernels: DraftKernels | None = None  # None: drafts are not verified on the device
     draw_tokens: DrawTokens | None = None  # for sampling by tensor operations
-    copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
+    copy_blocks: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for the attention backends, on a GPU
     capturable: bool = True  # whether a step can be captured as a CUDA graph
     stored_encodings: frozenset[str] = frozenset()  # of weights that the kernels read as a file stores them

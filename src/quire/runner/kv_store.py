@@ -3,7 +3,7 @@
 Executes moves between blocks; does not depend on their contents. On a CPU the host tier is a second buffer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from quire.core.shared_blocks import SharedBlocks
 from quire.kernels.transfers import upload_integers
 from quire.models.interface import KvGeometry
 
-CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targets, each [blocks] int64
+CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # two stores, and blocks of each: [blocks] int64
 
 
 class KvStores:
@@ -33,7 +33,7 @@ class KvStores:
     ) -> None:
         self.device = device  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
         self.host = host  # [host blocks + 1, …], pinned if the device is not the CPU
-        self.shared = shared  # other engines map the device's store, on a CPU
+        self.shared = shared  # other engines read the device's store
         self._copy_blocks = copy_blocks  # inside the device's store; None: block by block
 
     @property
@@ -43,8 +43,23 @@ class KvStores:
     @property
     def block_bytes(self) -> NDArray[np.uint8]:
         """The blocks of a store on the CPU: [blocks + 1, bytes], the same memory."""
-        blocks: NDArray[np.uint8] = self.device.view(len(self.device), -1).view(torch.uint8).numpy()
+        blocks: NDArray[np.uint8] = self.raw_blocks.numpy()
         return blocks
+
+    @property
+    def raw_blocks(self) -> Tensor:
+        """The blocks of the device's store: [blocks + 1, bytes] uint8, the same memory."""
+        return self.device.view(len(self.device), -1).view(torch.uint8)
+
+    def copy_from(self, origin: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks of another store with the same layout, [blocks, bytes] uint8, into the device's. Does not
+        synchronise."""
+        if self._copy_blocks is not None:
+            indices = upload_integers(self.device.device, np.array(sources), np.array(targets))
+            self._copy_blocks(origin, self.raw_blocks, *indices)
+            return
+        for source, target in zip(sources, targets, strict=True):
+            self.raw_blocks[target].copy_(origin[source], non_blocking=True)
 
     def carry(self, moves: Iterable[Move]) -> None:
         """Copy blocks in the order of the moves. Does not synchronise."""
@@ -55,7 +70,8 @@ class KvStores:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
         source, target = self._store(run.src), self._store(run.dst)
         if source is target and self._copy_blocks is not None:  # one launch for the run
-            self._copy_blocks(source, *upload_integers(source.device, np.array(run.sources), np.array(run.targets)))
+            indices = upload_integers(source.device, np.array(run.sources), np.array(run.targets))
+            self._copy_blocks(source, target, *indices)
             return
         for src, dst in zip(run.sources, run.targets, strict=True):  # a plain copy each: 10 x an indexed one on the CPU
             target[dst].copy_(source[src], non_blocking=True)

@@ -251,6 +251,7 @@ class ModelRunner:
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
             plan.drafts,
+            None if sampled is not None or self.device.type == "cpu" else torch.cuda.current_stream().record_event(),
         )
 
     def _propose(self, plan: StepPlan) -> Drafted | None:

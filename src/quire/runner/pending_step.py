@@ -26,6 +26,7 @@ class PendingStep:
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
     drafts: Drafts = field(default_factory=Drafts)
+    computed: torch.cuda.Event | None = None  # of a step that samples nothing, on a GPU
 
     @property
     def drafted(self) -> dict[Row, IntArray]:
@@ -39,6 +40,8 @@ class PendingStep:
 
     def wait(self) -> StepResult:
         assert not isinstance(self.sampled, PendingTokens), f"step {self.step} waits for its masks"
+        if self.computed is not None:
+            self.computed.synchronize()  # a block is cached, and leased, once its keys and values are there
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if len(self.drafts):
             drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses | VerifiedRows) else None

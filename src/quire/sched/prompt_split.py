@@ -15,7 +15,8 @@ from quire.sched.cost_model import CostTable, StepShape
 
 SHORTEST = 64  # tokens: the first length whose time an engine predicts; the others are its doubles
 MEASURED = 15  # the latest transfers, whose medians count
-_USUAL_BYTES_PER_S = 2e9  # until transfers are measured: shared memory on a small machine
+USUAL_BYTES_PER_S = 2e9  # until transfers are measured: shared memory on a small machine
+USUAL_GPU_BYTES_PER_S = 400e9  # the same between engines on a GPU
 _USUAL_HANDOFF_S = 5e-3
 
 
@@ -141,8 +142,8 @@ class MeasuredTransfers:
             self._seconds_per_byte.append(times.copy_s / num_bytes)
         self._handoffs_s.append(times.handoff_s)
 
-    def expected(self, num_bytes: float) -> TransferTimes:
-        per_byte_s = _median(self._seconds_per_byte, 1 / _USUAL_BYTES_PER_S)
+    def expected(self, num_bytes: float, usual_bytes_per_s: float = USUAL_BYTES_PER_S) -> TransferTimes:
+        per_byte_s = _median(self._seconds_per_byte, 1 / usual_bytes_per_s)
         return TransferTimes(num_bytes * per_byte_s, _median(self._handoffs_s, _USUAL_HANDOFF_S))
 
 

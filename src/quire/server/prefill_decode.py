@@ -19,7 +19,16 @@ from quire.core.sampling import SamplingParams
 from quire.engine.messages import ImportPrefix, ImportReply, LeasePrefix, LeaseReply, PromptTransfer, ReleaseLease
 from quire.engine.prefix_transfer import PrefixLease, TransferFailure
 from quire.sched.prefix_router import CHUNK_TOKENS, REQUEST_TOKENS, PrefixRouter
-from quire.sched.prompt_split import DecodeLoad, MeasuredTransfers, PrefillLoad, SplitChoice, TransferTimes, choose
+from quire.sched.prompt_split import (
+    USUAL_BYTES_PER_S,
+    USUAL_GPU_BYTES_PER_S,
+    DecodeLoad,
+    MeasuredTransfers,
+    PrefillLoad,
+    SplitChoice,
+    TransferTimes,
+    choose,
+)
 from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting
 from quire.server.http.request_context import CURRENT_CONTEXT
 from quire.server.request_stream import RequestStream
@@ -84,7 +93,8 @@ class PrefillEngines:
             there = PrefillLoad(costs, min(num_known, num_whole), engine.num_waiting_tokens)
         here = DecodeLoad(decode.costs, num_cached, decode.num_waiting_tokens, decode.num_decoding)
         num_bytes = decode.info.kv_bytes_per_token * (num_whole - num_cached)
-        choice = self._rule(num_prompt, here, there, self._transfers.expected(num_bytes))
+        usual = USUAL_GPU_BYTES_PER_S if decode.info.device == "cuda" else USUAL_BYTES_PER_S
+        choice = self._rule(num_prompt, here, there, self._transfers.expected(num_bytes, usual))
         sent = "sent" if choice.splits else "not sent"
         return PromptRouting(choice.splits, f"the prompt was {sent} to a prefill engine: {choice.text}")
 

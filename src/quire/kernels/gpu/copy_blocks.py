@@ -1,4 +1,5 @@
-"""Copies whole KV blocks to other blocks of the store in one launch. Does not depend on their contents."""
+"""Copies whole KV blocks to other blocks, of the same store or of another, in one launch. Does not depend on their
+contents."""
 
 import torch
 import triton
@@ -14,6 +15,7 @@ _NUM_WARPS = 8
 
 @triton.jit
 def _copy(
+    origin,  # [blocks, words]
     store,  # [blocks, words]
     sources,  # [pairs] int64
     targets,  # [pairs] int64
@@ -25,20 +27,23 @@ def _copy(
     target = tl.load(targets + pair)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = word < words_per_block
-    words = tl.load(store + source * words_per_block + word, mask=inside)
+    words = tl.load(origin + source * words_per_block + word, mask=inside)
     tl.store(store + target * words_per_block + word, words, mask=inside)
 
 
-def copy_blocks(store: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Block sources[i] to block targets[i]. No target is a source, and no target occurs twice.
+def copy_blocks(origin: Tensor, store: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Block sources[i] of one store to block targets[i] of another, or of the same. No target is a source, and none
+    occurs twice.
 
-    store: [blocks, ...], contiguous; sources, targets: [pairs] int64, on the store's device.
+    origin, store: [blocks, ...] with blocks of the same size, contiguous; sources, targets: [pairs] int64, on the
+    store's device.
     """
-    assert store.is_contiguous() and sources.is_contiguous() and targets.is_contiguous()
+    assert origin.is_contiguous() and store.is_contiguous() and sources.is_contiguous() and targets.is_contiguous()
     assert sources.dtype is targets.dtype is torch.int64 and len(sources) == len(targets)
     block_bytes = store[0].numel() * store.itemsize
     word = next(word for word in _WORDS if block_bytes % word.itemsize == 0)
-    words = store.view(len(store), -1).view(word)
-    words_per_block = words.shape[1]
+    read, written = (each.view(len(each), -1).view(word) for each in (origin, store))
+    words_per_block = written.shape[1]
+    assert read.shape[1] == words_per_block, (origin.shape, store.shape)
     grid = (len(sources), cdiv(words_per_block, _NUM_WORDS))
-    launch(_copy, grid, words, sources, targets, words_per_block, WORDS=_NUM_WORDS, num_warps=_NUM_WARPS)
+    launch(_copy, grid, read, written, sources, targets, words_per_block, WORDS=_NUM_WORDS, num_warps=_NUM_WARPS)

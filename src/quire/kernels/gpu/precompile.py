@@ -184,4 +184,5 @@ def compile_first() -> None:
     """Compile one small kernel. The first takes a second longer than others: half a gigabyte of compiler is loaded and
     hashed. Other threads run meanwhile."""
     block = torch.empty(1, dtype=torch.int64, device="meta")
-    compile_launched(lambda: copy_blocks(torch.empty(1, 16, dtype=torch.int64, device="meta"), block, block), 1)
+    store = torch.empty(1, 16, dtype=torch.int64, device="meta")
+    compile_launched(lambda: copy_blocks(store, store, block, block), 1)
