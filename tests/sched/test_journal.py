@@ -230,13 +230,13 @@ def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatc
 
 
 def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._commit
+    original = Scheduler.plan
 
-    def breaking(self: Scheduler, builder: object) -> StepPlan | None:
+    def breaking(self: Scheduler, now_s: float) -> StepPlan | None:
         assert self.last_planned < 7, "it broke"
-        return original(self, builder)  # type: ignore[arg-type]
+        return original(self, now_s)
 
-    monkeypatch.setattr(Scheduler, "_commit", breaking)
+    monkeypatch.setattr(Scheduler, "plan", breaking)
     with pytest.raises(AssertionError, match="it broke"):
         Steady(tmp_path / "journal", 2, 20)
     report = replay(tmp_path / "journal")

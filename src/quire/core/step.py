@@ -127,6 +127,9 @@ class Drafts:
         return len(self.rows)
 
 
+NO_GRANTS, NO_DRAFTS = Grants(), Drafts()
+
+
 class ForcedTokens(NamedTuple):
     """The grammar of a row forces a text. Tokenized, these are its tokens from position `start` on: likely ones, since
     the same text may be sampled in other tokens."""
@@ -166,10 +169,10 @@ class StepPlan:
     releases: tuple[Row, ...] = ()  # rows that become empty
     starts: tuple[RowStart, ...] = ()
     appends: tuple[AppendTokens, ...] = ()
-    grants: Grants = field(default_factory=Grants)
+    grants: Grants = NO_GRANTS
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()  # decoding rows that skip this step
-    drafts: Drafts = field(default_factory=Drafts)  # rows that may verify drafts
+    drafts: Drafts = NO_DRAFTS  # rows that may verify drafts
     forced: tuple[ForcedTokens, ...] = ()  # of some of these rows
     masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask: `Pending.sample` brings the masks
     num_decoding: int = 0  # decoding rows of this step, among them rows that ended since the last result
@@ -254,6 +257,12 @@ class StepResult:
     pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the prompt's hidden states
     passes: tuple[int, ...] = ()
     verified: Verified = _NOTHING_VERIFIED
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has nothing but one token of each of its rows, and all of them go on."""
+        more = self.ended or self.logprobs or self.prompt_logprobs or self.candidates or self.pooled or self.passes
+        return not more and not len(self.verified.rows)
 
     def each_pass(self) -> Iterator[tuple[IntArray, IntArray]]:
         """Rows and tokens of each pass. The rows of a pass are distinct."""

@@ -78,5 +78,10 @@ class StepOutput:
         )
 
     @property
+    def only_tokens(self) -> bool:
+        """Whether it has nothing beside tokens and their logprobs."""
+        return not (self.first_tokens or self.finished or self.prompt_logprobs or self.pooled or self.drafts)
+
+    @property
     def empty(self) -> bool:
         return not (len(self.sequences) or self.first_tokens or self.finished or self.prompt_logprobs)

@@ -173,7 +173,8 @@ class Engine:
 
     def step(self) -> StepOutput | None:
         """One iteration of the loop; None if no step was absorbed."""
-        self._check_alive()
+        if self._failure is not None:
+            self._check_alive()
         try:
             return self._loop.step()
         except BaseException as error:  # a step was planned and not absorbed: scheduler and runner disagree
@@ -182,12 +183,13 @@ class Engine:
 
     def _receive(self, output: StepOutput) -> StepOutput:
         """An output, as soon as the loop has it: the masks of the next step depend on its tokens."""
-        if any(over.reason is FinishReason.ERROR for over in output.finished):  # before the grammars advance
-            output = replace(output, finished=tuple(self._with_cause(over) for over in output.finished))
+        if output.finished:
+            if any(over.reason is FinishReason.ERROR for over in output.finished):  # before the grammars advance
+                output = replace(output, finished=tuple(self._with_cause(over) for over in output.finished))
+            self.num_sampled += sum(len(over.tokens) for over in output.finished if over.score is not None)  # beams
         if self.grammars is not None:
             self.grammars.advance(output, self.scheduler)
-        beams = [over for over in output.finished if over.score is not None]
-        self.num_sampled += len(output.tokens) + sum(len(over.tokens) for over in beams)
+        self.num_sampled += len(output.tokens)
         return output
 
     def _with_cause(self, over: FinishedSequence) -> FinishedSequence:
@@ -225,7 +227,7 @@ class Engine:
 
     def note_progress(self) -> None:
         """Something other than a step is done: the loop continues."""
-        self._loop.progress = Progress(self.clock())
+        self._loop.note_progress()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -81,6 +81,10 @@ class DecodeCalendar:
         self._due[row] = _NEVER
         self._end[row] = _NEVER
 
+    def is_booked(self, step: int) -> bool:
+        """Whether a row may need a block for this step, or be at its end."""
+        return step in self._group_bookings or step in self._row_bookings or step in self._end_bookings
+
     def due(self, step: int) -> IndexArray:
         """The rows that need one more block for this step. Rows at their end finish from now on."""
         parts, singles = self._group_bookings.pop(step, ()), self._row_bookings.pop(step, ())

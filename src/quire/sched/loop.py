@@ -11,8 +11,8 @@ requests, until one fails alone. A request that emits a token, or ends, in a ste
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, NoReturn, TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from quire.core.errors import RankFailed
 from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import RequestGroup
 from quire.core.request import Sequence as Continuation
-from quire.core.step import Masks, Pending, Runner, StepLost
+from quire.core.step import Masks, Pending, Runner, StepLost, StepResult
 from quire.core.step_output import StepOutput
 from quire.sched.scheduler import Scheduler
 
@@ -92,7 +92,8 @@ Receiver = Callable[[StepOutput], StepOutput]
 # Marks a part of the loop for a profiler.
 Span = Callable[[str], AbstractContextManager[object]]
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+_Arguments = TypeVarTuple("_Arguments")
+_Returned = TypeVar("_Returned")
 _NO_DRAFTS: IntArray = np.empty(0, dtype=np.int32)
 
 _MAX_BLAMED = 3  # requests that failed alone without a successful step between them: then the engine is at fault
@@ -109,22 +110,15 @@ class _StepFailed(Exception):
         self.cause = cause
 
 
-class _Failing:
-    """Marks what the runner raises, other than a lost step or its own end, as a failed step."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, StepLost | RankFailed):
-            raise _StepFailed(error) from error
-
-
-_FAILING = _Failing()
+def _fail_step(error: Exception) -> NoReturn:
+    """Mark what the runner raises, other than a lost step or its own end, as a failed step."""
+    if isinstance(error, StepLost | RankFailed):
+        raise error
+    raise _StepFailed(error) from error
 
 
 class Progress(NamedTuple):
-    """What the loop does now. Replaced as a whole, so another thread may read it."""
+    """What the loop does, and since when."""
 
     since_s: float
     expected_s: float = 0.0  # predicted time of the steps in flight; 0 between two steps
@@ -148,15 +142,24 @@ class Loop:
         self.depth = depth
         self._runner = runner
         self._clock = clock
-        self.progress = Progress(clock())
+        self._progress = (clock(), 0.0)  # the fields of `Progress`
         self._masks = masks
         self._receive: Receiver = receive or (lambda output: output)
-        self._span: Span = span or (lambda name: _NOTHING)
+        self._span = span
         self._in_flight: deque[Pending] = deque()
         self._unsampled: tuple[Row, ...] = ()  # masked rows of the newest step, until it is sampled
         self._bisection: FaultBisection | None = None
         self._num_unexplained = 0  # bisections since the last that blamed a request
         self._num_blamed = 0  # requests failed since a step last succeeded
+
+    @property
+    def progress(self) -> Progress:
+        """What the loop does now. May be read on another thread."""
+        return Progress(*self._progress)
+
+    def note_progress(self) -> None:
+        """Something other than a step is done: the loop continues."""
+        self._progress = (self._clock(), 0.0)
 
     def step(self) -> StepOutput | None:
         """Launch the next step; absorb the oldest once too many are in flight or none could be planned.
@@ -194,37 +197,54 @@ class Loop:
 
     def _launch_next(self) -> bool:
         """Whether there was anything to plan."""
-        with self._span("plan"):
-            now_s = self._clock()
-            plan = self.scheduler.plan(now_s)
-            self.progress = Progress(now_s, self.scheduler.expected_s)
+        now_s = self._clock()
+        plan = self._run("plan", self.scheduler.plan, now_s)
+        self._progress = (now_s, self.scheduler.expected_s)
         if plan is None:
             return False
-        with self._span("launch"), _FAILING:
-            self._in_flight.append(self._runner.launch(plan))
+        try:
+            self._in_flight.append(self._run("launch", self._runner.launch, plan))
+        except Exception as error:
+            _fail_step(error)
         self._unsampled = plan.masked
         return True
 
     def _absorb_oldest(self) -> StepOutput:
-        with self._span("wait"), _FAILING:
-            result = self._in_flight.popleft().wait()
-        with self._span("absorb"):
-            now_s = self._clock()
-            self.progress = Progress(now_s)
-            self._num_blamed = 0
-            return self._receive(self.scheduler.absorb(result, now_s))
+        try:
+            result = self._run("wait", self._in_flight.popleft().wait)
+        except Exception as error:
+            _fail_step(error)
+        now_s = self._clock()
+        self._progress = (now_s, 0.0)
+        return self._run("absorb", self._absorb, result, now_s)
+
+    def _absorb(self, result: StepResult, now_s: float) -> StepOutput:
+        self._num_blamed = 0
+        return self._receive(self.scheduler.absorb(result, now_s))
 
     def _sample_if_alone(self) -> None:
         """Sample a step with masked rows, if all steps before it are absorbed."""
         if not self._unsampled or len(self._in_flight) > 1:
             return
-        with self._span("masks"), _FAILING:
-            assert self._masks is not None, "a row under a grammar, and no source of masks"
-            sequences = [each for each in self.scheduler.row_sequences(self._unsampled) if not each.finished]
-            drafted = self._in_flight[-1].drafted
-            drafts = [drafted.get(each.row, _NO_DRAFTS) for each in sequences if each.row is not None]
-            self._in_flight[-1].sample(self._masks(sequences, drafts))
+        try:
+            self._run("masks", self._sample_masked)
+        except Exception as error:
+            _fail_step(error)
         self._unsampled = ()
+
+    def _sample_masked(self) -> None:
+        assert self._masks is not None, "a row under a grammar, and no source of masks"
+        sequences = [each for each in self.scheduler.row_sequences(self._unsampled) if not each.finished]
+        drafted = self._in_flight[-1].drafted
+        drafts = [drafted.get(each.row, _NO_DRAFTS) for each in sequences if each.row is not None]
+        self._in_flight[-1].sample(self._masks(sequences, drafts))
+
+    def _run(self, name: str, part: Callable[[*_Arguments], _Returned], *arguments: *_Arguments) -> _Returned:
+        """A part of a step, within its span if a profiler asks for spans."""
+        if self._span is None:
+            return part(*arguments)
+        with self._span(name):
+            return part(*arguments)
 
     def _overdue(self) -> StepOutput | None:
         overdue = self.scheduler.overdue()

@@ -5,11 +5,19 @@ import numpy as np
 from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.moves import Move
 from quire.core.request import Sequence
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, ForcedTokens, Grants, RowStart, StepPlan
+from quire.core.step import (
+    NO_DRAFTS,
+    NO_GRANTS,
+    AppendTokens,
+    Chunk,
+    ChunkOutput,
+    ForcedTokens,
+    Grants,
+    RowStart,
+    StepPlan,
+)
 from quire.sched.pacing import Pace
 
-_NO_GRANTS = Grants()
-NO_DRAFTS = Drafts()
 _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -131,7 +139,7 @@ class PlanBuilder:
 
     def _grants(self) -> Grants:
         if not self._granted:
-            return Grants(self._decode_rows, self._decode_blocks) if len(self._decode_blocks) else _NO_GRANTS
+            return Grants(self._decode_rows, self._decode_blocks) if len(self._decode_blocks) else NO_GRANTS
         granted_rows = np.array(self._granted_rows, dtype=np.int32)
         return Grants(
             np.concatenate([self._decode_rows, granted_rows]), np.concatenate([self._decode_blocks, *self._granted])

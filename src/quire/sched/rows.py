@@ -24,7 +24,7 @@ class TokenLog:
     A line holds at most one token of each row: a step is one line, or as many as its result has passes.
     """
 
-    __slots__ = ("_first_line", "_max_rows", "_num_lines", "_pages", "_spare")
+    __slots__ = ("_first_line", "_max_rows", "_num_lines", "_pages", "_spare", "_unwritten")
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
@@ -32,6 +32,7 @@ class TokenLog:
         self._spare: list[IntArray] = []
         self._first_line = 0  # of the pages that are kept
         self._num_lines = 0
+        self._unwritten: list[tuple[IntArray, IntArray]] = []  # rows and tokens of the latest lines, in the last page
 
     @property
     def full(self) -> bool:
@@ -43,14 +44,20 @@ class TokenLog:
         return self._first_line + self._num_lines
 
     def append(self, rows: IntArray, tokens: IntArray) -> None:
-        """Note one token of each of these rows."""
-        line = self._pages[-1][self._num_lines % _PAGE]
-        line[:] = NO_TOKEN
-        line[rows.astype(np.intp)] = tokens
+        """Note one token of each of these rows. Both arrays are kept: they are read when a row is gathered."""
+        self._unwritten.append((rows, tokens))
         self._num_lines += 1
+
+    def _write(self) -> None:
+        for number, (rows, tokens) in enumerate(self._unwritten, self._num_lines - len(self._unwritten)):
+            line = self._pages[-1][number % _PAGE]
+            line[:] = NO_TOKEN
+            line[rows] = tokens
+        self._unwritten.clear()
 
     def gather(self, row: Row, first_line: int) -> IntArray:
         """All tokens a row emitted since a line, in order."""
+        self._write()
         start, stop = max(first_line - self._first_line, 0), self._num_lines
         columns = []
         while start < stop:
@@ -63,6 +70,7 @@ class TokenLog:
 
     def add_page(self, oldest_line: int) -> None:
         """Add an empty page, and drop the pages of lines before `oldest_line`."""
+        self._write()
         while self._pages and self._first_line + _PAGE <= oldest_line and self._num_lines >= _PAGE:
             self._spare = [self._pages.popleft()]
             self._first_line += _PAGE

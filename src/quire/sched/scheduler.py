@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,6 @@ from quire.core.request import (
 from quire.core.step import (
     Candidates,
     ChunkOutput,
-    Drafts,
     FinishReason,
     ForcedTokens,
     PromptLogprobs,
@@ -47,7 +45,7 @@ from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.admission import Admission
 from quire.sched.batching import StepBatcher
 from quire.sched.beam_search import BeamUpdate
-from quire.sched.cost_model import UNMEASURED, CostTable, StepShape
+from quire.sched.cost_model import UNMEASURED, CostTable
 from quire.sched.explain import Explanation, explain
 from quire.sched.lookup_hits import LookupHits
 from quire.sched.plan_builder import PlanBuilder
@@ -57,21 +55,9 @@ from quire.sched.reservation import most_blocks
 from quire.sched.rows import NO_SEQUENCE
 from quire.sched.speculation import SpeculationPolicy
 from quire.sched.state import Counters, SchedulerState
+from quire.sched.steady_decode import SteadyDecode, StepInFlight
 
 _UNBOUNDED = 1 << 40  # token budget of a step without chunked prefill
-
-
-class _StepInFlight(NamedTuple):
-    """A planned step whose result is not absorbed."""
-
-    step: int
-    chunks: tuple[tuple[Sequence, int], ...]  # each with the position where its chunk ends
-    shape: StepShape
-    expected_s: float
-    planned_s: float
-    moves: bool  # whether it copies blocks
-    drafts: Drafts
-    forced: tuple[ForcedTokens, ...]  # of rows with drafts
 
 
 class Scheduler:
@@ -88,16 +74,18 @@ class Scheduler:
     ) -> None:
         assert 0 < max_rows <= max_step_tokens, (max_rows, max_step_tokens)
         self.policy = policy or Policy()
-        self.cost = cost or CostTable(UNMEASURED)
+        self._cost = cost or CostTable(UNMEASURED)
         self.kv = kv
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self._state = SchedulerState(kv, self.policy, max_rows, self.cost)
+        self._state = SchedulerState(kv, self.policy, max_rows, self._cost)
         preemption = Preemption(self._state)
-        self._batcher = StepBatcher(self._state, preemption, self.cost, max_rows)
+        self._batcher = StepBatcher(self._state, preemption, self._cost, max_rows)
         self._admission = Admission(self._state, preemption, self._batcher.schedule_chunk)
+        self._steady = SteadyDecode(self._state, self._cost)
         self.draining = False
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
+        self._planned_s: deque[float] = deque()  # when each of them was planned
         self._reset = False  # the runner must drop all rows
         self._absorbed_s = 0.0
         self._next_sequence = 0
@@ -172,6 +160,12 @@ class Scheduler:
 
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step is absorbed."""
+        steady = self._steady.plan(now_s)
+        if steady is not None:
+            self._in_flight.append(steady.flight)
+            self._planned_s.append(now_s)
+            return steady.plan
+        self._steady.end()
         builder = self._begin(now_s)
         self._batcher.schedule_decodes(builder)
         self._batcher.start_forked(builder)
@@ -184,14 +178,20 @@ class Scheduler:
 
     def absorb(self, result: StepResult, now_s: float = 0.0) -> StepOutput:
         """Apply the result of the oldest step in flight; its output, by sequence."""
-        flight = self._in_flight.popleft()
+        flight, planned_s = self._in_flight.popleft(), self._planned_s.popleft()
         assert result.step == flight.step == self._state.last_absorbed + 1, (result.step, flight.step)
         self._state.last_absorbed = result.step
+        started_s = max(planned_s, self._absorbed_s)
+        seconds, self._absorbed_s = now_s - started_s, now_s  # 0 without a clock, as in some benchmarks
+        steady = self._steady.absorb(flight, result, seconds)
+        if steady is not None:
+            return steady
         drafts: dict[int, DraftCounts] = {}
         if len(flight.drafts):
             drafts = self._absorb_drafts(flight, result.verified)
             flight = flight._replace(shape=flight.shape.with_drafts(int(result.verified.drafted.sum())))
-        self._observe(flight, now_s)
+        if seconds > 0:
+            self._cost.observe(flight.shape, seconds)
         rows = self._state.rows
         rows.note(result)
         self._state.governor.note_tokens(result, flight.drafts.rows)
@@ -240,6 +240,12 @@ class Scheduler:
         return not self._state.groups and not self._in_flight and not self._state.unreported
 
     @property
+    def cost(self) -> CostTable:
+        """What steps take, with all that was measured so far."""
+        self._steady.note_deferred()
+        return self._cost
+
+    @property
     def last_planned(self) -> int:
         """The number of the last step planned; -1 before the first."""
         return self._state.last_planned
@@ -252,7 +258,8 @@ class Scheduler:
     @property
     def expected_s(self) -> float:
         """Predicted time of the steps in flight."""
-        return sum([flight.expected_s for flight in self._in_flight])
+        in_flight = self._in_flight
+        return in_flight[0].expected_s if len(in_flight) == 1 else sum([flight.expected_s for flight in in_flight])
 
     @property
     def has_masked(self) -> bool:
@@ -379,12 +386,11 @@ class Scheduler:
         )
         moves = self.kv.take_moves()
         shape = self._batcher.shape(builder)
-        expected_s = self.cost.predict_s(shape)
+        expected_s = self._cost.predict_s(shape)
         self._in_flight.append(
-            _StepInFlight(
-                builder.step, chunks, shape, expected_s, builder.now_s, bool(moves), builder.drafts, builder.forced
-            )
+            StepInFlight(builder.step, shape, expected_s, chunks, bool(moves), builder.drafts, builder.forced)
         )
+        self._planned_s.append(builder.now_s)
         num_padding = self._padding(builder)
         counters = state.counters
         counters.computed_tokens += builder.num_tokens + shape.num_drafts
@@ -394,7 +400,9 @@ class Scheduler:
             counters.paced_steps[bound] = counters.paced_steps.get(bound, 0) + 1
         reset, self._reset = self._reset, False
         leaves, masked = state.rows.take_released(), self._masked(builder)
-        return builder.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)
+        plan = builder.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)
+        self._steady.begin(plan, expected_s)
+        return plan
 
     def _masked(self, builder: PlanBuilder) -> tuple[Row, ...]:
         """The grammar rows that sample a token in this step."""
@@ -413,25 +421,18 @@ class Scheduler:
         width = max(self._admission.batch_size, builder.num_decoding + len(builder.chunks))
         return width * longest - builder.num_tokens
 
-    def _observe(self, flight: _StepInFlight, now_s: float) -> None:
-        """Measure a step: from its plan, or from the absorption before it if that was later. Without a clock, as in
-        some benchmarks, nothing is learned."""
-        started_s = max(flight.planned_s, self._absorbed_s)
-        self._absorbed_s = now_s
-        if now_s > started_s:
-            self.cost.observe(flight.shape, now_s - started_s)
-
     # Absorbing.
 
     def replace_speculation(self, policy: SpeculationPolicy, *, forget: bool) -> None:
         """For measurements: plan drafts by another policy from now on; forget what was accepted before."""
         self._state.governor.replace_policy(policy, forget=forget)
+        self._steady.end()
 
     def replace_lookup_hits(self, hits: LookupHits) -> None:
         """For journals, before the first request: record what prompt lookup would have drafted, or read it."""
         self._state.governor.replace_hits(hits)
 
-    def _absorb_drafts(self, flight: _StepInFlight, verified: Verified) -> dict[int, DraftCounts]:
+    def _absorb_drafts(self, flight: StepInFlight, verified: Verified) -> dict[int, DraftCounts]:
         """Correct the positions of rows by what they gained; the drafts of each sequence."""
         state, drafts, accepted = self._state, flight.drafts, verified.accepted
         assert len(verified) == len(drafts), (len(verified), len(drafts))
@@ -531,6 +532,8 @@ class Scheduler:
         """
         state = self._state
         keep_cache = keep_cache and not any(flight.moves for flight in self._in_flight)
+        self._steady.end()
+        self._planned_s.clear()
         self._in_flight.clear()
         state.counters.lost_steps += state.last_planned - state.last_absorbed
         state.last_absorbed = state.last_planned

@@ -1,0 +1,68 @@
+"""Steady steps give what steps planned in full give."""
+
+import random
+
+import pytest
+
+from quire.core.step import FinishReason
+from quire.sched.cost_model import StepShape
+from quire.sched.journal.recorder import checksum
+from quire.sched.scheduler import Scheduler
+from quire.sched.steady_decode import SteadyDecode
+from tests.sched.stepping import Bench
+
+
+def history(seed: int, depth: int) -> list[object]:
+    """Plans, outputs, counters and learned costs of random requests, some of which are aborted or stopped early."""
+    draw = random.Random(seed)
+    bench = Bench(depth=depth, block_size=8, blocks=40, rows=6, budget=32)
+    seen: list[object] = []
+    open_sequences = []
+    for _ in range(150):
+        bench.now_s += draw.choice((0.0, 0.01, 0.5))
+        if draw.random() < 0.08:
+            open_sequences.append(
+                bench.add([draw.randrange(50) for _ in range(draw.randint(1, 20))], draw.randint(1, 60))
+            )
+        if open_sequences and draw.random() < 0.04:
+            sequence = open_sequences.pop(draw.randrange(len(open_sequences)))
+            if draw.random() < 0.5:
+                bench.scheduler.abort(sequence.request.id)
+            else:
+                bench.scheduler.finish(sequence, FinishReason.STOP)
+        if draw.random() < 0.03:
+            bench.scheduler.reset_cache()
+        output = bench.turn()
+        seen.append(None if output is None else (output.step, output.sequences.tolist(), output.tokens.tolist()))
+        seen.append(repr(bench.scheduler.counters))
+    bench.run_out()
+    cost = bench.scheduler.cost
+    learned = [cost.predict_s(StepShape(rows, 20 * rows)) for rows in range(1, 7)]
+    return [[checksum(plan) for plan in bench.plans], bench.emitted, bench.finished, seen, cost.version, learned]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_steady_steps_are_those_that_are_planned_in_full(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_full = 0
+    commit = Scheduler._commit
+
+    def counted(scheduler: Scheduler, builder: object) -> object:
+        nonlocal num_full
+        num_full += 1
+        return commit(scheduler, builder)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_commit", counted)
+    fast = [history(seed, depth) for seed in range(4)]
+    num_with_steady, num_full = num_full, 0
+    monkeypatch.setattr(SteadyDecode, "begin", lambda self, plan, expected_s: None)
+    assert fast == [history(seed, depth) for seed in range(4)]
+    assert num_with_steady < 0.8 * num_full, "few steps were steady"
+
+
+def test_a_row_that_reaches_its_length_ends_the_steady_steps() -> None:
+    """At depth 1 a plan is made before the result that ends the row: nothing is left to plan until it comes."""
+    bench = Bench(depth=1, block_size=8)
+    sequence = bench.add([1, 2, 3], 12)
+    bench.run()
+    assert len(bench.emitted[sequence.id]) == 12
+    assert sum(plan.num_tokens for plan in bench.plans) == 3 + 11
