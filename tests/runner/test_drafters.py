@@ -80,6 +80,20 @@ def test_no_draft_is_behind_the_last_position_of_a_row() -> None:
     assert found is not None and found.counts.tolist() == [1, 1] and found.tokens.tolist() == [1, 5]
 
 
+def test_steps_of_the_same_rows_are_read_in_order() -> None:
+    """Tokens alone where every row has one, whole outcomes elsewhere."""
+    drafting = Drafting(3, [], last := LastToken())
+    drafting.follow((), (row_start(0, [1, 2]), row_start(2, [3])))
+    rows = ids(2, 0)
+    drafting.append(rows, ids(4, 5))
+    drafting.append(rows, ids(6, 7))
+    drafting.append(rows, np.array([[8, 9], [1, 1], [1, 0], [0, 0], [0, 0]]))
+    drafting.append(rows, np.array([[10, 11], [1, 0], [1, 1], [0, 0], [0, 0]]))
+    drafting.append(rows[:1], ids(12))
+    drafting.propose(Drafts(ids(0, 2), ids(1, 1)))
+    assert last.texts == [[1, 2, 5, 7], [3, 4, 6, 8, 10, 12]]
+
+
 def test_the_tree_is_asked_before_the_own_text() -> None:
     drafting = Drafting(1, drafters_of(["ngram", "tree"]))
     start = row_start(0, [1] * 9)._replace(continuation=ids(9))
@@ -96,9 +110,11 @@ class LastToken:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[Row], list[int]]] = []
+        self.texts: list[list[int]] = []  # the latest
 
     def propose(self, rows: Sequence[Row], counts: Sequence[int], texts: Sequence[IntArray]) -> list[IntArray]:
         self.asked.append((list(rows), list(counts)))
+        self.texts = [text.tolist() for text in texts]
         return [np.repeat(text[-1:], count - 1) for count, text in zip(counts, texts, strict=True)]
 
 

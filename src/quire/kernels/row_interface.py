@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.ids import NULL_BLOCK
+from quire.core.ids import NULL_BLOCK, IntArray
 
 PADDING = -1  # in the place of a row number
 
@@ -171,8 +171,12 @@ class RowColumns(NamedTuple):
 class GreedyStep(Protocol):
     """A whole step of rows that decode greedily. It may run again for as long as no row starts or is released."""
 
-    def __call__(self) -> NDArray[np.int64]:
-        """Appends a token to each row. [5, rows], as `FinishRows`, on the host."""
+    def __call__(self) -> IntArray | None:
+        """Appends a token to each row. The tokens, [rows], if every row has one and goes on; else `outcome` has all."""
+
+    @property
+    def outcome(self) -> NDArray[np.int64]:
+        """Of the last call: [5, rows], as `FinishRows`, on the host. A copy."""
 
 
 class NextTokens(NamedTuple):

@@ -13,6 +13,7 @@ returns, and so know every token when the next is launched. Does not depend on t
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -157,7 +158,7 @@ class Drafting:
         self._tokens: IntArray = np.zeros((max_rows, 256), dtype=np.int32)  # wide enough for the longest row so far
         self._lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._limits: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens that a row may have
-        self._unread: list[tuple[IntArray, NDArray[np.int64]]] = []  # rows and outcomes of the latest steps
+        self._unread: list[tuple[IntArray, NDArray[np.int64] | IntArray]] = []  # the latest calls of `append`
 
     def follow(self, releases: tuple[Row, ...], starts: tuple[RowStart, ...]) -> None:
         """Rows are released and started."""
@@ -176,19 +177,24 @@ class Drafting:
             for drafter in self._drafters:
                 drafter.start(row_start)
 
-    def append(self, rows: IntArray, outcome: NDArray[np.int64]) -> None:
-        """Rows, all distinct, were sampled. outcome: [5, rows]: token, alive, finite, stop, length."""
+    def append(self, rows: IntArray, outcome: NDArray[np.int64] | IntArray) -> None:
+        """Rows, all distinct, were sampled. outcome: [5, rows]: token, alive, finite, stop, length; or [rows]: the
+        tokens, if each row has one."""
         self._unread.append((rows, outcome))
         if len(self._unread) == _MAX_UNREAD:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Read what was sampled since the last call: most steps propose nothing."""
-        for rows, outcome in self._unread:
-            emitted = (outcome[1] & outcome[2]).astype(np.bool_)
-            at = rows[emitted]
-            self._tokens[at, self._lengths[at]] = outcome[0, emitted]
-            self._lengths[at] += 1
+        """Read what was sampled since the last call: most steps propose nothing. Steps of the same rows together."""
+        for (_, num_axes), steps in groupby(self._unread, key=lambda step: (id(step[0]), step[1].ndim)):
+            (rows, first), *others = steps
+            outcomes = np.stack([first, *[outcome for _, outcome in others]])
+            tokens = outcomes if num_axes == 1 else outcomes[:, 0]  # [steps, rows]
+            emitted = np.ones_like(tokens, np.bool_) if num_axes == 1 else outcomes[:, 1:3].all(axis=1)
+            positions = self._lengths[rows] + np.cumsum(emitted, axis=0) - 1
+            number, place = np.nonzero(emitted)
+            self._tokens[rows[place], positions[number, place]] = tokens[number, place]
+            self._lengths[rows] += np.count_nonzero(emitted, axis=0)
         self._unread.clear()
 
     def propose(self, drafts: Drafts, forced: Iterable[ForcedTokens] = ()) -> Drafted | None:

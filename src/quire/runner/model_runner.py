@@ -23,6 +23,7 @@ from quire.core.step import (
     Drafts,
     Masks,
     StepPlan,
+    StepResult,
 )
 from quire.kernels.row_interface import PADDING, DrawTokens, GreedyStep, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload, upload_integers
@@ -43,7 +44,7 @@ from quire.runner.draft_model import DraftModel, DraftModelConfig
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
 from quire.runner.kv_store import KvStores
-from quire.runner.pending_step import PendingStep, Sampling, lost_without_memory
+from quire.runner.pending_step import ComputedStep, PendingStep, Sampling, lost_without_memory
 from quire.runner.row_table import RowTable
 from quire.runner.verification import Choose, PendingTokens, SampledTokens, draft_lines, sample_passes
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
@@ -167,7 +168,7 @@ class ModelRunner:
         """Times of captured steps; None if too few are captured. Call between steps."""
         return None if self._graphs is None else self._graphs.step_times()
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep | ComputedStep:
         again = self._repeat(plan)
         if again is not None:
             return again
@@ -182,7 +183,7 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.forget(blocks)
 
-    def _repeat(self, plan: StepPlan) -> PendingStep | None:
+    def _repeat(self, plan: StepPlan) -> PendingStep | ComputedStep | None:
         """The step before once more, if that was greedy and nothing changed: without a tensor operation."""
         if self._greedy_step is None or any_armed():
             return None
@@ -192,9 +193,14 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.apply(plan)
         slots = None if self._features is None else self._features.decode_slots(rows, self._rows.columns)
-        outcome = self._greedy_step()
-        self._note_features(slots)
-        return PendingStep(plan.step, self._sampled(rows, outcome, None))
+        tokens = self._greedy_step()
+        if slots is not None:
+            self._note_features(slots)
+        if tokens is None:
+            return PendingStep(plan.step, self._sampled(rows, self._greedy_step.outcome, None))
+        if self._drafting is not None:
+            self._drafting.append(rows, tokens)
+        return ComputedStep(StepResult(plan.step, rows, tokens))
 
     @property
     def _features(self) -> DraftFeatures | None:
@@ -294,10 +300,10 @@ class ModelRunner:
             for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
                 self._trip(site)
             self._greedy_step = decoder.greedy_step(decoding, rows.columns, ends, kv)
-            outcome = self._greedy_step()
+            self._greedy_step()
             self._note_features(slots)
             self._trip(FaultSite.LOGPROBS)
-            return self._sampled(decoding, outcome, None)
+            return self._sampled(decoding, self._greedy_step.outcome, None)
         logits = decoder.decode_logits(lines, columns, ends, kv)
         self._note_features(slots)
         device_rows = upload(decoding.astype(np.int64), self.device)

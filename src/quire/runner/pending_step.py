@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Drafts, FinishedRow, FinishReason, Masks, PromptLogprobs, StepLost, StepResult
+from quire.core.step import NO_DRAFTS, Drafts, FinishedRow, FinishReason, Masks, PromptLogprobs, StepLost, StepResult
 from quire.runner.batch import PooledRows, PromptScoring
 from quire.runner.device_drafting import VerifiedRows
 from quire.runner.verification import PendingTokens, SampledPasses, SampledTokens, finish_reason, verified
@@ -25,7 +25,7 @@ class PendingStep:
     candidates: RowCandidates | None = None
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: Drafts = NO_DRAFTS
     computed: torch.cuda.Event | None = None  # of a step that samples nothing, on a GPU
 
     @property
@@ -63,6 +63,25 @@ class PendingStep:
             whole = {row: total for row, total in sums.items() if total is not None}
             result = replace(result, ended=result.ended + over, pooled=whole)
         return result
+
+
+class ComputedStep:
+    """A step that was computed and sampled when it was launched. No row of it is masked."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    @property
+    def drafted(self) -> dict[Row, IntArray]:
+        return {}
+
+    def sample(self, masks: Masks) -> None:
+        raise AssertionError(f"step {self._result.step} is sampled already")
+
+    def wait(self) -> StepResult:
+        return self._result
 
 
 @contextmanager

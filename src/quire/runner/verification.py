@@ -8,6 +8,7 @@ results of a pass are read on the host: for devices that compute a step before `
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,9 +46,9 @@ def step_result(
     scores: dict[Row, TopLogprobs] | None = None,
 ) -> StepResult:
     """One token of each of these rows."""
+    if scores is None and outcome[1:].tobytes() == _all_go_on(len(rows)):  # in a fraction of the time of reductions
+        return StepResult(step, rows, outcome[0].astype(np.int32))
     tokens, alive, finite, stop, length = outcome
-    if scores is None and outcome[1:3].all() and not outcome[3:].any():  # every row has a token and goes on
-        return StepResult(step, rows, tokens.astype(np.int32))
     emitted = (alive & finite).astype(np.bool_)
     over = np.flatnonzero(alive & (stop | length | (1 - finite)))
     ended = tuple(FinishedRow(Row(int(rows[i])), finish_reason(finite[i], stop[i])) for i in over)
@@ -56,6 +57,12 @@ def step_result(
         emitting = set(rows[emitted].tolist())
         logprobs = {row: top for row, top in logprobs.items() if row in emitting}
     return StepResult(step, rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
+
+
+@lru_cache(maxsize=16)
+def _all_go_on(num_rows: int) -> bytes:
+    """What follows the tokens in an outcome in which every row has one and goes on."""
+    return np.repeat(np.array([1, 1, 0, 0], dtype=np.int64), num_rows).tobytes()
 
 
 def join_passes(step: int, results: list[StepResult]) -> StepResult:
