@@ -273,7 +273,7 @@ class LLM:
         request_options = options_of(options, with_progress=False)
         with self.client.lock:
             state = self.submit(prompt, params, options=request_options, streaming=True)
-            stream = DeltaStream(self.client, state, self._step, self._abandoned)
+            stream = DeltaStream(self.client, state, self._step_for_stream, self._abandoned)
             self._readers[state.request_id] = stream
             return stream
 
@@ -376,11 +376,12 @@ class LLM:
             console=console,
             disable=not show or as_text,
         )
-        with bar:
+        with bar, interrupts_deferred() as pass_on_interrupts:
             task = bar.add_task("generating", total=total, speed="")
             num_shown = 0
             while not pending.ready:
                 self._step(pending)
+                pass_on_interrupts()
                 if num_shown < total - pending.num_pending:
                     num_shown = total - pending.num_pending
                     speed = pending.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
@@ -389,14 +390,20 @@ class LLM:
                         end = "\n" if num_shown == total else ""
                         sys.stderr.write(f"\rgenerating {num_shown}/{total}, {speed:,.0f} tok/s{end}")
 
+    def _step_for_stream(self, stream: DeltaStream) -> None:
+        with interrupts_deferred():
+            self._step(stream)
+
     def _step(self, reader: DeltaStream | PendingOutputs) -> None:
-        """One step of the engine, unless another thread's was enough. Every reader gets its own deltas."""
-        with interrupts_deferred(), self.client.lock:
+        """One step of the engine, unless another thread's was enough. Every reader gets its own deltas. Interrupts are
+        deferred."""
+        client = self.client
+        with client.lock:
             if reader.ready:
                 return
             while self._abandoned:
                 self._abort([self._abandoned.popleft()])
-            for delta in self.client.step():
+            for delta in client.step():
                 other = self._readers.get(delta.request_id)
                 if other is not None:
                     other.put(delta)

@@ -145,28 +145,42 @@ class DeltaStream(Iterator[Delta]):
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Hold an interrupt back, and pass it on afterwards. Only the main thread is ever interrupted."""
+def interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Hold interrupts back, and pass them on afterwards, or when the function is called that this gives: between two
+    steps of a loop. Only the main thread is ever interrupted."""
     handler = signal.getsignal(signal.SIGINT)
+    held: deque[tuple[int, FrameType | None]] = deque(maxlen=1)
+
+    def pass_on() -> None:
+        if held and callable(handler):
+            handler(*held.pop())
+
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
+        yield pass_on
         return
-    held: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
-        yield
+        yield pass_on
     finally:
         signal.signal(signal.SIGINT, handler)
-    if held:
-        handler(*held[0])
+    pass_on()
 
 
-_engine_processes: set[int] = set()  # processes in which an engine was built; a forked one finds its parent's here
+_num_built = 0  # engines of this process and of those it was forked from
+_was_forked = False  # from a process that had built an engine, since this process built one
+
+
+def _note_fork() -> None:
+    global _was_forked
+    _was_forked = _num_built > 0
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def check_not_forked() -> None:
     """Continuing would hang or crash: torch's threads do not exist after fork()."""
-    if _engine_processes and os.getpid() not in _engine_processes:
+    if _was_forked:
         raise EngineFailed(
             "This process was forked from one that had loaded a model, and cannot compute. Start it another way, as "
             'multiprocessing.get_context("spawn") does, or load models only in the forked processes.'
@@ -174,4 +188,5 @@ def check_not_forked() -> None:
 
 
 def note_engine_process() -> None:
-    _engine_processes.add(os.getpid())
+    global _num_built, _was_forked
+    _num_built, _was_forked = _num_built + 1, False

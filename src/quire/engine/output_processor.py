@@ -127,6 +127,8 @@ class OutputProcessor:
 
     def process(self, output: StepOutput) -> ProcessedOutput:
         """The output of a step as text. Sequences of dropped requests are ignored."""
+        if not self._num_incremental and output.only_tokens:  # texts that are made at the end
+            return ProcessedOutput([], [], [])
         for first in output.first_tokens:
             self._note_first_token(first)
         for name, scores in output.prompt_logprobs.items():
