@@ -369,6 +369,8 @@ _REQUEST_LOG = "a server writes one line per request to stdout, without its prom
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _ADAPTERS = "LoRA adapters are not read: merge the adapter into the model and serve that"
 _DRAFTS = "use {speculative}, with ngram, draft:MODEL or eagle:PATH"
+_TOKENIZER = "the tokenizer is that of the model's files; omit it"
+_SHAPE = "the model's shape and positions are those of its files; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
@@ -438,8 +440,29 @@ _FOREIGN = {
     "model_draft": _DRAFTS,
     "draft_model": _DRAFTS,
     "hf_token": "use {token}",
+    "torch_dtype": "use {dtype}",
+    "load_in_8bit": "use {quantization}, with int8, on a CPU",
+    "load_in_4bit": "use {quantization}, with int4, on a CPU",
+    "device_map": "use {device}",
+    "attn_implementation": "use {attention_backend}",
+    "type_k": "use {kv_cache_dtype}, for keys and values",
+    "type_v": "use {kv_cache_dtype}, for keys and values",
+    "n_ubatch": _STEP,
+    "use_mmap": _MAPPED,
+    "use_mlock": _MAPPED,
+    "lora_path": _ADAPTERS,
+    "tokenizer_mode": _TOKENIZER,
+    "tokenizer_revision": _TOKENIZER,
+    "skip_tokenizer_init": _TOKENIZER,
+    "hf_overrides": _SHAPE,
+    "rope_scaling": _SHAPE,
+    "rope_freq_base": _SHAPE,
+    "compilation_config": "CUDA graphs are captured automatically on GPUs; omit it",
+    "distributed_executor_backend": "ranks are processes of this machine; omit it",
+    "mm_processor_kwargs": "the model reads text only; omit it",
+    "cache_dir": "models are kept in the hub's cache, which HF_HOME moves; omit it",
     "download_dir": "models are kept in the hub's cache, which HF_HOME moves; omit it",
-    "tokenizer": "the tokenizer is that of the model's files; omit it",
+    "tokenizer": _TOKENIZER,
     "chat_template_file": "use --chat-template",
     "reasoning_format": "use --reasoning-parser",
     "guided_decoding_backend": "structured output is always enabled; omit it",
@@ -453,11 +476,25 @@ _FOREIGN = {
     "max_tokens": "each request brings its own max_tokens; omit it",
 }
 # The same in Python, where it differs.
+_OF_SERVE = "it is an option of quire serve; omit it"
+_OF_REQUEST = "it is of a request: SamplingParams takes it"
+_TEMPLATE = "chat takes chat_template, the text of a template"
+_PARSERS = "chat finds the model's format of tool calls and reasoning by its template; omit it"
+_METHODS = "one LLM has generate, chat, embed and score; omit it"
 _FOREIGN_IN_PYTHON = {
-    "alias": "a name of the model in the API is for quire serve; omit it",
-    "chat_template_file": "chat takes chat_template, the text of a template",
-    "reasoning_format": "chat finds the model's format of reasoning by its template; omit it",
-}
+    "alias": _OF_SERVE, "served_model_name": _OF_SERVE, "host": _OF_SERVE, "port": _OF_SERVE, "api_key": _OF_SERVE,
+    "chat_template_file": _TEMPLATE, "chat_template": _TEMPLATE, "chat_format": _TEMPLATE,
+    "reasoning_format": _PARSERS, "reasoning_parser": _PARSERS, "tool_call_parser": _PARSERS,
+    "temperature": _OF_REQUEST, "top_p": _OF_REQUEST, "top_k": _OF_REQUEST, "min_p": _OF_REQUEST, "stop": _OF_REQUEST,
+    "max_tokens": _OF_REQUEST, "max_new_tokens": "it is of a request: SamplingParams takes max_tokens",
+    "logits_all": "it is of a request: SamplingParams takes prompt_logprobs",
+    "task": _METHODS, "runner": _METHODS, "embedding": _METHODS, "embeddings": _METHODS,
+    "repo_id": "the model is the hub id, or org/name:file.gguf",
+    "filename": "the model is org/name:file.gguf, or a path",
+    "random_seed": "use seed", "verbose": "nothing is printed but progress bars; omit it",
+    "disable_log_stats": "nothing is printed but progress bars; omit it",
+    "enable_sleep_mode": "close() frees the model's memory; omit it",
+}  # fmt: skip
 _HALF = "use float16, or on a CPU bfloat16"
 _FLOAT16, _BFLOAT16, _FLOAT32 = "use float16", "use bfloat16", "use float32"
 _AT_LOAD = "quantized weights are read from GGUF files, and on a CPU int8 or int4 quantizes others at load"

@@ -97,6 +97,7 @@ LIGHT = {
     "run nosuchmodel hi": "There is no model 'nosuchmodel'",
     "chat nosuchmodel": "There is no model 'nosuchmodel'",
     "serve nosuchmodel": "There is no model 'nosuchmodel'",
+    "serve --config TABLES": "There is no model 'nosuchmodel'",
     "serve ./nowhere.gguf": "There is no file or folder ./nowhere.gguf",
     "pull nosuchmodel": "There is no model 'nosuchmodel'",
     "show nosuchmodel": "There is no model 'nosuchmodel'",
@@ -157,8 +158,11 @@ def test_a_mistake_is_answered_without_torch(line: str, answers: dict[str, Answe
     assert (answer.status, "Traceback" in answer.text) == (2, False)
 
 
-def test_a_wrong_name_or_option_is_answered_at_once() -> None:
-    for line, answer in answered([line.split() for line in LIGHT], LIGHT, *HEAVY).items():
+def test_a_wrong_name_or_option_is_answered_at_once(tmp_path: Path) -> None:
+    tables = tmp_path / "tables.toml"
+    tables.write_text('[models.a]\nmodel = "nosuchmodel"\n')
+    lines = [line.replace("TABLES", str(tables)).split() for line in LIGHT]
+    for line, answer in answered(lines, LIGHT, *HEAVY).items():
         assert (answer.status, LIGHT[line] in answer.text, "Traceback" in answer.text) == (2, True, False), answer
 
 

@@ -302,6 +302,8 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
     for warning in mistyped_variables(ctx.command, os.environ):
         print(f"quire: {warning}", file=sys.stderr)
     tables = read_tables(ctx)
+    for table in tables if model is None else ():  # a model beside them is refused below
+        check_model(table.given["model"], table.given)
     if not tables:
         check_model(model, given)
     from quire.cli.serve_checks import check_address

@@ -65,7 +65,8 @@ def serve_several(
     say: Callable[[str], None],
     announce: Callable[[], None],
 ) -> None:
-    say(f"quire {__version__} · {len(tables)} models: {', '.join(table.name for table in tables)}")
+    number = "1 model" if len(tables) == 1 else f"{len(tables)} models"
+    say(f"quire {__version__} · {number}: {', '.join(table.name for table in tables)}")
     config = router_config(tables, given, access.weights)
     tracing = open_tracer(given["otlp_endpoint"])
     observers = RouterObservers(

@@ -5,11 +5,10 @@ Runs in the environment of Ray, with quire behind it; prints one JSON line per c
 
 import json
 import sys
-import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 
+from cases import main
 from ray import serve
 
 import quire.ray
@@ -69,16 +68,6 @@ def the_engine_of_one_replica_is_replaced() -> None:
 def the_application_is_healthy_and_ends() -> None:
     assert serve.status().applications["quire"].status == "RUNNING"
     serve.shutdown()
-
-
-def main(*cases: Callable[[], None]) -> None:
-    for case in cases:
-        error = None
-        try:
-            case()
-        except Exception:
-            error = traceback.format_exc(limit=-4)
-        print(json.dumps({"case": case.__name__, "error": error}), flush=True)
 
 
 main(

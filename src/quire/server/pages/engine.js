@@ -80,7 +80,7 @@ function drawTree(view) {
   const hits = tops.reduce((sum, node) => sum + node.hits, 0);
   const part = view.num_nodes > treeNodes.length ? `, the ${treeNodes.length} most used drawn` : "";
   byId("tree-text").textContent = treeNodes.length
-    ? `${view.num_nodes.toLocaleString("en")} nodes${part}; roots on top, as wide as their blocks; ${hits.toLocaleString("en")} hits, `
+    ? `${view.num_nodes === 1 ? "1 node" : view.num_nodes.toLocaleString("en") + " nodes"}${part}; roots on top, as wide as their blocks; ${hits.toLocaleString("en")} hits, `
       + `${Math.max(...tops.map((node) => node.hits)).toLocaleString("en")} of them below one root.`
     : "Nothing is cached yet.";
 }
