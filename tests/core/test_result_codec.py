@@ -41,7 +41,7 @@ results = st.builds(
     candidates=st.dictionaries(rows, st.builds(Candidates, arrays(), floats()), max_size=2),
     pooled=st.dictionaries(rows, floats(size=7), max_size=2),
     passes=st.lists(counts, max_size=3).map(tuple),
-    verified=st.builds(Verified, arrays(), arrays(), arrays()),
+    verified=st.builds(Verified, arrays(), arrays(), arrays(), arrays()),
 )
 
 

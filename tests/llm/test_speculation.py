@@ -11,6 +11,7 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
+from quire.core.speculative import DRAFTERS
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
@@ -232,11 +233,16 @@ def test_text_and_tree_draft_before_the_draft_model(tiny_folder: Path, draft_fol
     drafting = LLM(str(tiny_folder), dtype="float32", speculative=f"ngram+tree+draft:{draft_folder}")
     assert drafting._built.resolved.drafters == ("ngram", "tree", "draft")
     for _ in range(2):
-        assert said(always(drafting).generate(PROMPTS, SamplingParams(**FREE))) == said(
-            plain.generate(PROMPTS, SamplingParams(**FREE))
-        )
+        outputs = always(drafting).generate(PROMPTS, SamplingParams(**FREE))
+        assert said(outputs) == said(plain.generate(PROMPTS, SamplingParams(**FREE)))
     counters = drafting._built.engine.scheduler.counters
     assert counters.accepted_tokens > 50
+    drafted, accepted = (dict(zip(DRAFTERS, each, strict=True)) for each in (counters.drafted_by, counters.accepted_by))
+    assert min(drafted["tree"], drafted["ngram"], drafted["draft"]) > 0 == drafted["eagle"]
+    assert sum(drafted.values()) == counters.drafted_tokens and sum(accepted.values()) == counters.accepted_tokens
+    number, metrics = outputs[0].request_id, outputs[0].metrics
+    gained = f"gained {metrics.num_accepted_tokens} tokens by {metrics.num_drafted_tokens} drafts (tree "
+    assert gained in "\n".join(drafting.explain(number).lines())
 
 
 @pytest.mark.parametrize(

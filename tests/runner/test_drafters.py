@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.ids import IntArray, Row
+from quire.core.speculative import DRAFTERS
 from quire.core.step import Drafts
 from quire.runner.drafters import (
     MAX_NGRAM,
@@ -108,6 +109,8 @@ def test_the_tree_is_asked_before_the_own_text() -> None:
 class LastToken:
     """A batch drafter that repeats the last token."""
 
+    source = "draft"
+
     def __init__(self) -> None:
         self.asked: list[tuple[list[Row], list[int]]] = []
         self.texts: list[list[int]] = []  # the latest
@@ -131,3 +134,4 @@ def test_a_batch_drafter_is_asked_for_rows_that_have_no_other_drafts() -> None:
     assert found is not None and {row: list(tokens) for row, tokens in found.of_rows(map(Row, range(4))).items()} == {
         0: [4], 1: [3, 3], 2: [6],
     }  # fmt: skip
+    assert [DRAFTERS[source] for source in found.sources] == ["ngram", "draft", "draft"]

@@ -38,6 +38,7 @@ def test_device_memory_is_reported_by_holder() -> None:
 def test_steps_without_a_graph_are_counted_over_restarts_and_later_graphs_take_free_memory() -> None:
     nothing = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
     launched = {"replayed_steps": 90, "eager_steps": 3, "eager_s": 0.25, "capture_s": 0.5, "captured_shapes": 30}
+    launched |= {"drafted_by_eagle": 8, "accepted_by_eagle": 5}
     stats = EngineStats(**{**nothing, **launched, "captured_bytes": 3, "waiting_for": None})
     metrics = Metrics(lambda: stats, lambda: 0.0)
     memory = MemoryUsage(weights=5, kv=7, graphs=1, workspace=2, other=3, free=4)
@@ -50,6 +51,9 @@ def test_steps_without_a_graph_are_counted_over_restarts_and_later_graphs_take_f
         "quire_eager_launch_seconds_total 0.5",
         "quire_graph_capture_seconds_total 1.0",
         "quire_captured_shapes 30.0",
+        'quire_spec_decode_drafted_tokens_by_total{drafter="eagle"} 16.0',
+        'quire_spec_decode_accepted_tokens_by_total{drafter="eagle"} 10.0',
+        'quire_spec_decode_drafted_tokens_by_total{drafter="ngram"} 0.0',
         'quire_memory_bytes{holder="graphs"} 3.0',
         'quire_memory_bytes{holder="free"} 2.0',
     ):

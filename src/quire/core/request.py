@@ -132,6 +132,7 @@ class RequestGroup:
         "admitted_s",
         "arrived_s",
         "caught_up_s",
+        "drafts_by",
         "events",
         "has_first_token",
         "num_accepted",
@@ -159,6 +160,7 @@ class RequestGroup:
         self.caught_up_s: float | None = None  # when all that its sequences knew at its last admission was computed
         self.num_drafted = 0  # drafts verified
         self.num_accepted = 0  # tokens gained by them
+        self.drafts_by: dict[str, tuple[int, int]] = {}  # both by drafter
         self.num_cached = 0  # prompt tokens found in the cache at its first admission
         self.num_uncached = len(request.prompt)  # that the cache did not hold when it came: which lane it waits in
         self.events: list[RequestEvent] = []

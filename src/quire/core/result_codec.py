@@ -56,7 +56,8 @@ def encode_result(result: StepResult) -> bytes:
     encoder.array(over.row for over in result.ended)
     encoder.array(_REASONS.index(over.reason) for over in result.ended)
     encoder.array(result.passes)
-    for numbers in (result.verified.rows, result.verified.drafted, result.verified.accepted):
+    verified = result.verified
+    for numbers in (verified.rows, verified.drafted, verified.accepted, verified.sources):
         encoder.array(numbers)
     encoder.count(len(result.logprobs))
     for row, scores in result.logprobs.items():
@@ -87,7 +88,7 @@ def decode_result(data: bytes) -> StepResult:
         tokens=_integers(decoder),
         ended=_ended(decoder),
         passes=tuple(decoder.array().tolist()),
-        verified=Verified(_integers(decoder), _integers(decoder), _integers(decoder)),
+        verified=Verified(*(_integers(decoder) for _ in range(4))),
         logprobs={Row(decoder.count()): _scores(decoder) for _ in range(decoder.count())},
         prompt_logprobs=tuple(
             PromptLogprobs(Row(decoder.count()), decoder.count(), _scores(decoder)) for _ in range(decoder.count())

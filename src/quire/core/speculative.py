@@ -16,6 +16,8 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 
 SPECULATIVE = ("off", "grammar", "ngram", "tree", "ngram+tree", "auto")
+# Where a draft may come from, by place. `text`: ngram or tree, on a device that does not say which.
+DRAFTERS = ("grammar", "tree", "ngram", "text", "draft", "eagle", "unknown")
 _PREFIXES = {"draft": "draft:", "eagle": "eagle:"}
 _BESIDE_MODEL = ("ngram", "tree", "ngram+tree", "auto")
 SPECULATIVE_VALUES = (

@@ -231,6 +231,7 @@ class Verified:
     rows: IntArray = field(default_factory=_none)
     drafted: IntArray = field(default_factory=_none)
     accepted: IntArray = field(default_factory=_none)
+    sources: IntArray = field(default_factory=_none)  # of its drafts, by place in `DRAFTERS`; empty: not known
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -38,6 +38,8 @@ _DRAFT_WRONG_OF = 6
 class PlantedDrafter:
     """Drafts that are right, wrong or right up to some place."""
 
+    source = "ngram"
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._branches: dict[Row, int] = {}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from quire.core.speculative import DRAFTERS
 from quire.engine.engine import Engine
 from quire.sched.pacing import StepBound
 
@@ -157,6 +158,20 @@ class EngineStats:
     accepted_at_6: int
     accepted_at_7: int
     accepted_at_8: int
+    drafted_by_grammar: int  # by drafter
+    drafted_by_tree: int
+    drafted_by_ngram: int
+    drafted_by_text: int
+    drafted_by_draft: int
+    drafted_by_eagle: int
+    drafted_by_unknown: int
+    accepted_by_grammar: int
+    accepted_by_tree: int
+    accepted_by_ngram: int
+    accepted_by_text: int
+    accepted_by_draft: int
+    accepted_by_eagle: int
+    accepted_by_unknown: int
     steps_itl: int  # steps whose prompt tokens this bound limited
     steps_load: int
     steps_backlog: int
@@ -202,6 +217,8 @@ def stats_of(engine: Engine) -> EngineStats:
         drafted_tokens=counters.drafted_tokens,
         accepted_tokens=counters.accepted_tokens,
         **{f"accepted_at_{place}": count for place, count in enumerate(counters.accepted_at, 1)},
+        **{f"drafted_by_{name}": count for name, count in zip(DRAFTERS, counters.drafted_by, strict=True)},
+        **{f"accepted_by_{name}": count for name, count in zip(DRAFTERS, counters.accepted_by, strict=True)},
         steps_itl=paced.get(StepBound.ITL, 0),
         steps_load=paced.get(StepBound.LOAD, 0),
         steps_backlog=paced.get(StepBound.BACKLOG, 0),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray
+from quire.core.speculative import DRAFTERS
 from quire.core.step import Drafts, RowStart, StepResult
 from quire.kernels.draft_interface import (
     LENGTH_SHIFT,
@@ -219,7 +220,8 @@ class VerifiedRows:
 
 def drafts_computed(drafts: Drafts) -> Drafted:
     """The drafts of a plan that a step computes. Which tokens they are, the device knows."""
-    return Drafted(drafts.rows, np.minimum(drafts.counts, MAX_QUERIES - 1).astype(np.int64), _UNKNOWN)
+    sources = np.full(len(drafts), DRAFTERS.index("text"), dtype=np.int32)
+    return Drafted(drafts.rows, np.minimum(drafts.counts, MAX_QUERIES - 1).astype(np.int64), _UNKNOWN, sources)
 
 
 def counts_of(rows: IntArray, drafted: Drafted) -> NDArray[np.int64]:

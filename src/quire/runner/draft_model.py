@@ -120,6 +120,7 @@ class DraftModel:
         self._sampler = sampler
         self._blocks = DraftedBlocks(config.stores, table)
         self._unverified: dict[Row, int] = {}  # rows with drafts in the last step, and their tokens before it
+        self.source = "draft" if self.features is None else "eagle"
         self._lag = 0 if self.features is None else 1  # slots by which keys and values are before their token
 
     def apply(self, plan: StepPlan) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IntArray, Row
+from quire.core.speculative import DRAFTERS
 from quire.core.step import Drafts, ForcedTokens, RowStart
 
 # The default model on stories and quotations, drawn at temperature 0.8: after 2 tokens that occurred before, the next
@@ -34,6 +35,8 @@ _NOTHING: IntArray = np.empty(0, dtype=np.int32)
 class Drafter(Protocol):
     """One way to propose tokens."""
 
+    source: str  # its name in `DRAFTERS`
+
     def start(self, row_start: RowStart) -> None: ...
 
     def release(self, row: Row) -> None: ...
@@ -45,12 +48,16 @@ class Drafter(Protocol):
 class BatchDrafter(Protocol):
     """Proposes tokens of many rows at once."""
 
+    source: str
+
     def propose(self, rows: Sequence[Row], counts: Sequence[int], texts: Sequence[IntArray]) -> list[IntArray]:
         """Up to `counts[i]` tokens that may follow `texts[i]`, which are all that row `rows[i]` has."""
 
 
 class NgramDrafter:
     """Prompt lookup in the row's own tokens."""
+
+    source = "ngram"
 
     def start(self, row_start: RowStart) -> None:
         pass
@@ -70,6 +77,7 @@ class TreeDrafter:
     """Follows the continuation that the prefix tree had when the row started."""
 
     __slots__ = ("_continuations", "_places")
+    source = "tree"
 
     def __init__(self) -> None:
         self._continuations: dict[Row, IntArray] = {}
@@ -141,6 +149,7 @@ class Drafted(NamedTuple):
     rows: IntArray  # [n], each with at least one
     counts: NDArray[np.int64]  # [n]
     tokens: IntArray  # [sum of counts]
+    sources: IntArray  # [n]: of the drafts, by place in `DRAFTERS`
 
     def of_rows(self, rows: Iterable[Row]) -> dict[Row, IntArray]:
         """The drafts of those of these rows that have any."""
@@ -202,6 +211,7 @@ class Drafting:
         forces comes first."""
         self._catch_up()
         found: dict[Row, IntArray] = {}
+        source_of: dict[Row, str] = {}
         asked: dict[Row, int] = {}  # rows to which nothing is proposed yet
         by_row = {span.row: span for span in forced}
         for number, most in zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True):
@@ -210,30 +220,33 @@ class Drafting:
             if count <= 0:
                 continue
             tokens = by_row[row].after(length)[:count] if row in by_row else _NOTHING
-            found[row] = tokens if len(tokens) else self._ask(row, count)
+            found[row], source_of[row] = (tokens, "grammar") if len(tokens) else self._ask(row, count)
             if not len(found[row]):
                 asked[row] = count
         if asked and self._batch_drafter is not None:
             texts = [self._text(row) for row in asked]
             proposed = self._batch_drafter.propose(list(asked), list(asked.values()), texts)
             found.update(zip(asked, proposed, strict=True))
+            source_of |= dict.fromkeys(asked, self._batch_drafter.source)
         found = {row: tokens for row, tokens in found.items() if len(tokens)}
         if not found:
             return None
         rows = np.array(list(found), dtype=np.int32)
         counts = np.array([len(tokens) for tokens in found.values()], dtype=np.int64)
-        return Drafted(rows, counts, np.concatenate(list(found.values())))
+        sources = np.array([DRAFTERS.index(source_of[row]) for row in found], dtype=np.int32)
+        return Drafted(rows, counts, np.concatenate(list(found.values())), sources)
 
     def _text(self, row: Row) -> IntArray:
         return self._tokens[row, : self._lengths[row]]
 
-    def _ask(self, row: Row, count: int) -> IntArray:
+    def _ask(self, row: Row, count: int) -> tuple[IntArray, str]:
+        """Drafts, and whose they are."""
         tokens = self._text(row)
         for drafter in self._drafters:
             proposed = drafter.propose(row, tokens, count)
             if len(proposed):
-                return proposed
-        return _NOTHING
+                return proposed, drafter.source
+        return _NOTHING, ""
 
 
 def drafters_of(names: Iterable[str]) -> list[Drafter]:

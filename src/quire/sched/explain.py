@@ -202,6 +202,7 @@ class Explanation:
     slow_steps: SlowSteps = NO_SLOW_STEPS
     num_drafted: int = 0  # drafts verified
     num_accepted: int = 0
+    drafts_by: tuple[tuple[str, int, int], ...] = ()  # drafter, drafts, tokens gained
     routing: str = ""  # why its prompt went to a prefill engine, or did not
     transfer: Transfer | None = None
 
@@ -235,6 +236,8 @@ class Explanation:
             lines.append((self.admissions[0].step, 6, _slow_text(self.slow_steps)))
         if self.num_drafted:
             words = f"from here on gained {_tokens(self.num_accepted)} by {self.num_drafted} drafts"
+            if any(name != "unknown" for name, _, _ in self.drafts_by):
+                words += f" ({', '.join(f'{name} {gained} of {drafted}' for name, drafted, gained in self.drafts_by)})"
             lines.append((self.admissions[0].step, 7, words))
         if self.ending is not None:
             lines.append((self.ending.step, 9, f"finished: {self.ending.reasons}"))
@@ -268,6 +271,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         ending=None if ended is None else Finish(ended.step, ended.detail),
         num_drafted=group.num_drafted,
         num_accepted=group.num_accepted,
+        drafts_by=tuple((name, *counts) for name, counts in sorted(group.drafts_by.items())),
         routing=routed,
         transfer=None if copied is None else Transfer(copied.step, copied.tokens, copied.detail),
     )

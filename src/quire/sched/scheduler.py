@@ -10,7 +10,7 @@ then unfinished prefills in chunks, then newly admitted requests. Up to `depth` 
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from copy import deepcopy
 from itertools import takewhile
 
 import numpy as np
@@ -28,6 +28,7 @@ from quire.core.request import (
     SequenceState,
     WaitCause,
 )
+from quire.core.speculative import DRAFTERS
 from quire.core.step import (
     Candidates,
     ChunkOutput,
@@ -294,8 +295,7 @@ class Scheduler:
     @property
     def counters(self) -> Counters:
         """Totals since the start, as a copy."""
-        counters = self._state.counters
-        return replace(counters, paced_steps=dict(counters.paced_steps), accepted_at=list(counters.accepted_at))
+        return deepcopy(self._state.counters)
 
     @property
     def num_preemptions(self) -> int:
@@ -440,14 +440,19 @@ class Scheduler:
         forced = np.isin(drafts.rows, [span.row for span in flight.forced]) if flight.forced else None
         state.governor.note(drafts.rows, verified.drafted, accepted, forced)
         counts: dict[int, DraftCounts] = {}
-        for row, drafted, gained in zip(
-            drafts.rows.tolist(), verified.drafted.tolist(), accepted.tolist(), strict=True
+        sources = verified.sources.tolist() or [DRAFTERS.index("unknown")] * len(drafts)
+        for row, drafted, gained, source in zip(
+            drafts.rows.tolist(), verified.drafted.tolist(), accepted.tolist(), sources, strict=True
         ):
             sequence = state.rows.assigned.get(row)
+            state.counters.drafted_by[source] += drafted
+            state.counters.accepted_by[source] += gained
             if drafted and sequence is not None and not sequence.finished:
                 counts[sequence.id] = DraftCounts(drafted, gained)
                 sequence.group.num_drafted += drafted
                 sequence.group.num_accepted += gained
+                before = sequence.group.drafts_by.get(DRAFTERS[source], (0, 0))
+                sequence.group.drafts_by[DRAFTERS[source]] = before[0] + drafted, before[1] + gained
         state.counters.drafted_tokens += int(verified.drafted.sum())
         state.counters.accepted_tokens += int(accepted.sum())
         for number, count in enumerate(np.bincount(accepted)[1:].tolist(), 1):

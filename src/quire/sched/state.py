@@ -13,6 +13,7 @@ import numpy.ma  # np.unique would load it during the first preemption
 
 from quire.core.ids import IntArray, RequestId, Row
 from quire.core.request import EventKind, RequestEvent, RequestGroup, Sequence, SequenceState
+from quire.core.speculative import DRAFTERS
 from quire.core.step import AppendTokens, FinishReason, ForcedTokens
 from quire.kv.manager import KVManager
 from quire.sched.beam_search import BeamGroups
@@ -48,6 +49,8 @@ class Counters:
     drafted_tokens: int = 0  # drafts that were verified
     accepted_tokens: int = 0  # of those, tokens gained beyond one per row and step
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # of those, by the number of the draft
+    drafted_by: list[int] = field(default_factory=lambda: [0] * len(DRAFTERS))  # of all drafts, by drafter
+    accepted_by: list[int] = field(default_factory=lambda: [0] * len(DRAFTERS))
     paced_steps: dict[StepBound, int] = field(default_factory=dict)  # steps whose prompt tokens a bound limited
 
 

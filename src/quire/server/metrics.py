@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from quire.core.speculative import DRAFTERS
 from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.prefix_transfer import TransferFailure
@@ -38,6 +39,7 @@ _BOUNDS = tuple(bound.value for bound in StepBound)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
             "forks", "moved_blocks", "lost_steps", "replayed_steps", "eager_steps", "eager_s", "capture_s",
             "drafted_tokens", "accepted_tokens", *(f"accepted_at_{place}" for place in range(1, MAX_DRAFTS + 1)),
+            *(f"{kind}_by_{name}" for kind in ("drafted", "accepted") for name in DRAFTERS),
             *(f"steps_{bound}" for bound in _BOUNDS))  # fmt: skip
 
 # Of the event loop's time, pages may take this share, and so much at once. A page takes some milliseconds.
@@ -281,6 +283,11 @@ class EngineGauges(Collector):
         for place in range(1, MAX_DRAFTS + 1):
             places.add_metric([str(place - 1)], self.total(f"accepted_at_{place}"))
         yield places
+        for kind, text in (("drafted", "Drafts verified, by drafter."), ("accepted", "Drafts accepted, by drafter.")):
+            by_drafter = CounterMetricFamily(f"quire_spec_decode_{kind}_tokens_by", text, labels=["drafter"])
+            for drafter in DRAFTERS:
+                by_drafter.add_metric([drafter], self.total(f"{kind}_by_{drafter}"))
+            yield by_drafter
         yield from self._gauges(stats)
         yield self._memory_gauge(stats)
 
