@@ -5,6 +5,7 @@ distribution. A rule that accepted too many drafts, or too few of some, would sh
 """
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,15 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.core.model import EagleSpec, ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.request_validator import RequestValidator
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import verify_rows_reference
-from quire.kernels.interface import StepLayout
+from quire.kernels.interface import LayerCapture, StepLayout
 from quire.kernels.row_interface import EndColumns, RowState, Sampled
 from quire.kv.manager import KVManager
+from quire.models.eagle_head import EagleHead, EagleWeights
 from quire.models.interface import KvGeometry
+from quire.models.parameters import DecoderWeights, LayerWeights
+from quire.runner.draft_features import DraftFeatures, feature_geometry
 from quire.runner.draft_model import DraftModelConfig
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import new_store
@@ -30,7 +36,7 @@ from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 from quire.sched.speculation import SpeculationPolicy
 from tests.sampling.reference import Case, Floats, probabilities
-from tests.tiers import examples
+from tests.tiers import examples, long_only
 
 VOCAB, ROWS, LENGTH = 6, 48, 90
 CPU = torch.device("cpu")
@@ -44,6 +50,7 @@ class MarkovModel:
 
     def __init__(self, table: Tensor) -> None:  # [VOCAB, VOCAB] float32
         self._table = table
+        self.capture = LayerCapture((0,))
 
     @property
     def vocab_size(self) -> int:
@@ -57,6 +64,7 @@ class MarkovModel:
         return self
 
     def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        self.capture.states = self._table[tokens]
         return tokens[:, None] if selected is None else tokens[selected, None]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -64,14 +72,36 @@ class MarkovModel:
         return logits if out is None else out.copy_(logits)
 
 
+def random_head() -> EagleHead:
+    """Its states are as wide as the model's logits."""
+    generator = torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    layer = ModelSpec("eagle3", 1, 8, 2, 1, 4, 8, VOCAB, LENGTH, 1e-6, RopeSpec(100.0, 4), tied_embeddings=False)
+    weights: dict[str, Tensor | None] = dict.fromkeys(field.name for field in fields(LayerWeights))
+    weights |= {"attention_norm": torch.ones(8), "mlp_norm": torch.ones(8), "qkv": drawn(16, 16)}
+    weights |= {"output": drawn(8, 8), "gate_up": drawn(16, 8), "down": drawn(8, 8)}
+    own = LayerWeights(**weights)  # type: ignore[arg-type]
+    table, decoder = drawn(VOCAB, 8), DecoderWeights(torch.empty(0, 8), (own,), torch.ones(8), drawn(VOCAB, 8))
+    spec = EagleSpec(layer, VOCAB, VOCAB, (0,))
+    eagle_weights = EagleWeights(drawn(8, VOCAB), torch.ones(8), decoder, None)
+    return EagleHead(spec, eagle_weights, TorchCpuKernels(), LENGTH, lambda tokens: table[tokens])
+
+
 def runner_of(table: Tensor, drafted_by: str, num_blocks: int, block_size: int) -> ModelRunner:
-    """Drafts are from the text, or from a model whose probabilities are others."""
+    """Drafts are from the text, from a model whose probabilities are others, or from an EAGLE head."""
     model = MarkovModel(table)
     stores, drafts = (new_store(model.kv_geometry, num_blocks, block_size, CPU) for _ in range(2))
     if drafted_by == "ngram":
         return ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, drafters=drafters_of(["ngram"]))
-    other = MarkovModel(table + 0.7 * table_of(1001))
-    config = DraftModelConfig(other, drafts, LENGTH, VOCAB)
+    config = DraftModelConfig(MarkovModel(table + 0.7 * table_of(1001)), drafts, LENGTH, VOCAB)
+    if drafted_by == "eagle":
+        head = random_head()
+        drafts = new_store(head.kv_geometry, num_blocks, block_size, CPU)
+        features = new_store(feature_geometry(head.hidden_size, torch.float32), num_blocks, block_size, CPU)
+        config = DraftModelConfig(head, drafts, LENGTH, VOCAB, DraftFeatures(model.capture, head.fuse, features))
     return ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, draft_model=config)
 
 
@@ -124,7 +154,7 @@ def table_of(seed: int) -> Tensor:
     return 1.2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("drafted_by", ["ngram", "model"])
+@pytest.mark.parametrize("drafted_by", ["ngram", "model", *long_only(["eagle"])])
 @settings(max_examples=examples(1, 40))
 @given(
     seed=st.integers(0, 1000),
