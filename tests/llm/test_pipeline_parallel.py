@@ -10,19 +10,15 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, EngineFailed
 from quire.sched.audit import audit_rest
+from tests.llm.conftest import SMALL_SETTINGS as SETTINGS
 from tests.llm.test_families import NAMES
 from tests.llm.test_families import PROMPTS as FAMILY_PROMPTS
-from tests.llm.test_tensor_parallel import PROMPTS, SETTINGS, rank_pids
+from tests.llm.test_tensor_parallel import PROMPTS, rank_pids
 from tests.llm.tiny import write_model
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.tiers import long_only
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def one(tiny_folder: Path) -> LLM:
-    return LLM(str(tiny_folder), kv_cache_memory=4 << 20, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +77,8 @@ def test_logprobs_and_embeddings_come_from_the_last_stage(one: LLM, staged: LLM)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_parallel_size": 3}, "the model has 2 layers, .* Use --pipeline-parallel-size 2 or less."),
-        ({"pipeline_parallel_size": 2, "speculative": "ngram"}, "Use --speculative off, or --tensor-parallel-size"),
+        ({"pipeline_parallel_size": 3}, "the model has 2 layers, .* Use pipeline_parallel_size=2 or less."),
+        ({"pipeline_parallel_size": 2, "speculative": "ngram"}, 'Use speculative="off", or tensor_parallel_size'),
     ],
 )
 def test_what_no_pipeline_can_do_is_refused(tiny_folder: Path, settings: dict[str, object], message: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, EngineFailed
 from quire.sched.audit import audit_rest
+from tests.llm.conftest import SMALL_SETTINGS as SETTINGS
 
-SETTINGS = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 32}
 PROMPTS = ["a tale of two ranks", "b", "the quick brown fox jumps over the lazy dog " * 2, "a tale of three"]
 
 
@@ -25,11 +25,6 @@ def rank_pids(parent: int) -> list[int]:
         if b"quire.engine.rank_main" in command and int(status.rpartition(")")[2].split()[1]) == parent:
             found.append(int(folder.name))
     return found
-
-
-@pytest.fixture(scope="module")
-def one(tiny_folder: Path) -> LLM:
-    return LLM(str(tiny_folder), kv_cache_memory=4 << 20, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +82,7 @@ def test_logprobs_and_embeddings_are_those_of_one_process(one: LLM, two: LLM) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 3}, "4 attention heads, 2 key heads .* Use --tensor-parallel-size 1, 2 or 4."),
+        ({"tensor_parallel_size": 3}, "4 attention heads, 2 key heads .* Use tensor_parallel_size=1, 2 or 4."),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number from 1 to 64, not 0"),
     ],
 )
