@@ -185,6 +185,12 @@ class RequestGroup:
         assert self.finished, self
         self.sequences = ()
 
+    def note_drafts(self, drafter: str, drafted: int, gained: int) -> None:
+        self.num_drafted += drafted
+        self.num_accepted += gained
+        before = self.drafts_by.get(drafter, (0, 0))
+        self.drafts_by[drafter] = before[0] + drafted, before[1] + gained
+
     def note(self, event: RequestEvent) -> None:
         """Record an event; a wait only when its cause changes."""
         if event.what is EventKind.WAITED and self.waits_for is event.cause:

@@ -449,10 +449,7 @@ class Scheduler:
             state.counters.accepted_by[source] += gained
             if drafted and sequence is not None and not sequence.finished:
                 counts[sequence.id] = DraftCounts(drafted, gained)
-                sequence.group.num_drafted += drafted
-                sequence.group.num_accepted += gained
-                before = sequence.group.drafts_by.get(DRAFTERS[source], (0, 0))
-                sequence.group.drafts_by[DRAFTERS[source]] = before[0] + drafted, before[1] + gained
+                sequence.group.note_drafts(DRAFTERS[source], drafted, gained)
         state.counters.drafted_tokens += int(verified.drafted.sum())
         state.counters.accepted_tokens += int(accepted.sum())
         for number, count in enumerate(np.bincount(accepted)[1:].tolist(), 1):
