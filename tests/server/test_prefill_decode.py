@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -26,6 +27,7 @@ from quire.engine.messages import (
     Accepted,
     AddRequest,
     ImportPrefix,
+    ImportReply,
     LeasePrefix,
     LeaseReply,
     QueryReply,
@@ -34,7 +36,7 @@ from quire.engine.messages import (
 )
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.prefix_transfer import EngineRole, PrefixLease, TransferFailure
-from quire.sched.prompt_split import SplitChoice, choose
+from quire.sched.prompt_split import NO_COSTS, PrefillCosts, SplitChoice, choose
 from quire.server.async_engine import AsyncEngine
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
@@ -232,13 +234,14 @@ class Wire(EngineProcess):
 class Bench:
     """A held request of a decode engine, its prompt on the way to a prefill engine; step by step, without processes."""
 
-    def __init__(self, timeout_s: float | None = None) -> None:
+    def __init__(self, timeout_s: float | None = None, costs: PrefillCosts = NO_COSTS, device: str = "cpu") -> None:
         self.now_s = 0.0
         self.decode, self.prefill = (AsyncEngine(None, lambda: self.now_s) for _ in range(2))
+        self.prefill.costs = costs
         self.wires = Wire(), Wire()
         for engine, wire in zip((self.decode, self.prefill), self.wires, strict=True):
             engine.listen()
-            engine.attach(wire, INFO)
+            engine.attach(wire, replace(INFO, device=device))
         self.split = PrefillEngines([self.prefill], lambda: self.now_s)
         options = RequestOptions(timeout_s=timeout_s)
         self.stream = self.decode.submit([7] * 112, SamplingParams(max_tokens=4), held=True, options=options)
@@ -252,10 +255,25 @@ class Bench:
         self.prefill.receive(Accepted(number, 0, 0))
         self.prefill.receive(StepOutput(0, np.array([0], np.int64), np.array([5], np.int32), finished=(ended,)))
         await turns()
-        lease = PrefixLease(BlockAddress(1, 2, 3, slot=4, generation=5, block_bytes=6), "layout", 96, [1])
+        await self.leased(96)
+
+    async def leased(self, num_tokens: int, generation: int = 5) -> None:
+        """The prefill engine is asked for a lease, and grants it."""
+        lease = PrefixLease(BlockAddress(1, 2, 3, 4, generation, block_bytes=6), "layout", num_tokens, [1])
         token = self.wires[1].newest(LeasePrefix).token
         self.prefill.receive(QueryReply(token, msgspec.json.encode(LeaseReply(lease))))
         await turns()
+
+    async def copied(self, num_tokens: int) -> None:
+        token = self.wires[0].newest(ImportPrefix).token
+        self.decode.receive(QueryReply(token, msgspec.json.encode(ImportReply(num_tokens, 10 * num_tokens))))
+        await turns()
+
+    async def until_asked(self, count: int) -> None:
+        """For so many leases, by the time that chunks are predicted to take."""
+        async with asyncio.timeout(20):
+            while sum(isinstance(each, LeasePrefix) for each in self.wires[1].sent) < count:
+                await asyncio.sleep(0.001)
 
 
 async def turns() -> None:
@@ -271,6 +289,71 @@ def test_a_lease_ends_also_where_the_copy_fails() -> None:
         bench.decode.detach()
         await turns()
         assert bench.wires[1].newest(ReleaseLease) == ReleaseLease(4, 5)
+
+    asyncio.run(events())
+
+
+IN_THREE_CHUNKS = PrefillCosts((64, 128), (0.0, 0.0), largest_chunk=32)
+
+
+def test_chunks_are_copied_while_the_rest_is_computed() -> None:
+    async def events() -> None:
+        bench = Bench(costs=IN_THREE_CHUNKS)
+        await bench.until_asked(1)
+        await bench.leased(32, generation=7)
+        await bench.copied(32)
+        assert bench.wires[1].newest(ReleaseLease) == ReleaseLease(4, 7)
+        await bench.until_asked(2)
+        await bench.leased(64, generation=8)  # its copy is under way when the last chunk is computed
+        number = bench.wires[1].newest(AddRequest).number
+        ended = FinishedSequence(number, 0, FinishReason.LENGTH, np.array([5], np.int32), None, 0)
+        bench.prefill.receive(Accepted(number, 0, 0))
+        bench.prefill.receive(StepOutput(0, np.array([0], np.int64), np.array([5], np.int32), finished=(ended,)))
+        await turns()
+        assert bench.wires[1].newest(ReleaseLease) == ReleaseLease(4, 7), "the copy is not given up"
+        await bench.copied(32)
+        await bench.until_asked(3)
+        await bench.leased(96, generation=9)
+        await bench.copied(32)
+        sent = bench.wires[0].newest(AddRequest)
+        assert sent.transfer is not None and (sent.transfer.num_tokens, sent.transfer.failure) == (96, None)
+        released = [each.generation for each in bench.wires[1].sent if isinstance(each, ReleaseLease)]
+        assert released == [7, 8, 9]
+
+    asyncio.run(events())
+
+
+def test_engines_on_one_gpu_copy_at_the_end() -> None:
+    async def events() -> None:
+        bench = Bench(costs=IN_THREE_CHUNKS, device="cuda")
+        await turns()
+        assert len(asyncio.all_tasks()) == 2, "this one, and the one that follows the prompt"
+        await bench.computed()
+        await bench.copied(96)
+        sent = bench.wires[0].newest(AddRequest).transfer
+        assert sent is not None and sent.num_tokens == 96
+
+    asyncio.run(events())
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_prompt_that_is_not_computed_to_its_end_leaves_no_lease(is_aborted: bool) -> None:
+    async def events() -> None:
+        bench = Bench(costs=IN_THREE_CHUNKS)
+        await bench.until_asked(1)
+        await bench.leased(32, generation=7)
+        if is_aborted:
+            bench.stream.close()
+        else:
+            bench.prefill.detach()
+        await turns()
+        released = [each for each in bench.wires[1].sent if isinstance(each, ReleaseLease)]
+        assert released == ([ReleaseLease(4, 7)] if is_aborted else []), "an engine that ended has no leases"
+        sent = [each for each in bench.wires[0].sent if isinstance(each, AddRequest)]
+        assert [each.transfer.failure for each in sent if each.transfer is not None] == (
+            [] if is_aborted else [TransferFailure.ENGINE_LOST]
+        )
+        assert len([task for task in asyncio.all_tasks() if not task.done()]) == 1, "this one"
 
     asyncio.run(events())
 
