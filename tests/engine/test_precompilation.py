@@ -12,8 +12,8 @@ import torch
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile
 from quire.core.sampling import SamplingParams
-from quire.engine import build, build_runner
-from quire.engine.build import Precompilation
+from quire.engine import build, build_runner, first_steps
+from quire.engine.first_steps import Precompilation
 from quire.engine.startup import StartupPhase, StartupReporter
 from quire.formats.presets import SHAPES
 from quire.kernels.interface import CompiledKernels, Finish, Precompiling
@@ -84,7 +84,7 @@ def started(
     monkeypatch: pytest.MonkeyPatch, compiler: FakeCompiler | None, watch: StartupReporter
 ) -> build.BuiltEngine:
     """A model with QK norm, with kernels that pack nothing; precompiled if there is a compiler."""
-    monkeypatch.setattr(build, "precompiling_for", lambda device: None if compiler is None else compiler.ahead)
+    monkeypatch.setattr(first_steps, "precompiling_for", lambda device: None if compiler is None else compiler.ahead)
     monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
     monkeypatch.setattr(build_runner, "select_kernels", lambda *_, **__: KernelChoice(ReferenceKernels(), "for a test"))
     settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
@@ -139,7 +139,7 @@ def test_exit_after_a_refused_model_waits_for_the_first_kernel() -> None:
     refusing = """
 import sys
 from threading import Event
-from quire.engine.build import Precompilation
+from quire.engine.first_steps import Precompilation
 from quire.kernels.interface import Precompiling
 
 begun, refused = Event(), Event()

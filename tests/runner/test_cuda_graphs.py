@@ -306,7 +306,7 @@ def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest
 def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
     monkeypatch.setattr(GraphCapturer, "capture", lambda recorder, work: (work(), work)[1])
-    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device: 1.0)
+    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device, at_most_s: 1.0)
     monkeypatch.setattr(CapturePolicy, "is_worth_capturing", lambda policy, step, ran_as, missing: True)
     monkeypatch.setattr(CapturePolicy, "is_faster_eager", lambda policy, step, shape: False)
     few, some = answers(REFERENCE_ROW_KERNELS, first=4)
@@ -330,7 +330,7 @@ def test_a_busy_server_captures_what_its_steps_lack_between_them(monkeypatch: py
     """Never idle, a new request for each that ends, and a small share of the time for captures. The times are made up:
     a step takes 2 to 20 ms, a capture 40 ms, and the engine takes a turn every 20 ms."""
     seconds = iter([0.002, 0.020])  # of one row, and of the largest step
-    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device: next(seconds))
+    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device, at_most_s: next(seconds))
     noted = CapturePolicy.note_capture
     monkeypatch.setattr(CapturePolicy, "note_capture", lambda policy, shape, seconds: noted(policy, shape, 0.040))
     model, clock = OracleModel(300), Clock()

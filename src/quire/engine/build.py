@@ -40,16 +40,16 @@ from quire.engine.build_scheduler import (
     make_validator,
 )
 from quire.engine.engine import Engine
+from quire.engine.first_steps import Precompilation, dry_run, first_steps, start_precompilation
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.prefix_transfer import DEVICE_COPY_BYTES, EngineRole
-from quire.engine.resolved_config import GIB, MachineInfo, ResolvedConfig, resolve
+from quire.engine.resolved_config import MachineInfo, ResolvedConfig, resolve
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo, MemoryUsage, WeightUsage, account_memory
 from quire.formats.checkpoint import Checkpoint
-from quire.kernels.interface import Precompiling
-from quire.kernels.select import KernelChoice, precompiling_for
+from quire.kernels.select import KernelChoice
 from quire.models.decoder import Decoder
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
@@ -58,7 +58,7 @@ from quire.runner.cuda_ipc import PeerStores
 from quire.runner.kv_store import KvStores
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import StageRunner
-from quire.runner.warmup import measure_transfer, time_steps, warm_up
+from quire.runner.warmup import measure_transfer
 from quire.sched.batching import MAX_STEP_S
 from quire.sched.cost_model import CostTable
 from quire.sched.pacing import usual_itl_s
@@ -68,27 +68,6 @@ from quire.weights.allocate import UnfilledWeights
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
-
-
-class Precompilation:
-    """Kernel precompilation in the background. The first kernel is compiled at construction, to load the compiler."""
-
-    __slots__ = ("_compiling", "_first")
-
-    def __init__(self, compiling: Precompiling) -> None:
-        self._compiling = compiling
-        # Not a daemon: a process that refuses a model and exits must wait for it, or it is killed inside the compiler.
-        self._first = Thread(target=compiling.first, name="quire-first-kernel")
-        self._first.start()
-
-    @contextmanager
-    def compiling(self, dry_run: Callable[[], None], num_at_once: int, reporter: StartupReporter) -> Iterator[None]:
-        """Compile the kernels that `dry_run` would launch while the block runs."""
-        self._first.join()
-        with self._compiling.launched(dry_run, num_at_once) as finish:
-            reporter.done("dry run", "collects the kernels to compile")
-            yield
-            reporter.done("kernels", finish().describe())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +120,23 @@ def build(
     serving: bool = False,
     opened: OpenedModel | None = None,
     planted_drafts: bool = False,
+    shared_gpu: str | None = None,
     journal: BinaryIO | None = None,
     role: EngineRole = EngineRole.WHOLE,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
     A benchmark may observe the runner, and plant the acceptance of drafts. With `serving`, prefill is limited by the
-    ITL target. `opened`: the model, if found before; `journal`: where the calls of the scheduler are recorded.
+    ITL target. `opened`: the model, if found before; `shared_gpu`: see `Ranks`; `journal`: of the scheduler's calls.
     """
     reporter = reporter or StartupReporter()
     device = _choose_device(config, role)
-    precompilation = _start_precompilation(device, reporter)
+    precompilation = start_precompilation(device, reporter)
     opened = opened or open_model(config, reporter.fetching)
     name, checkpoint, tokenizer, _ = opened
     dtype = choose_dtype(config, checkpoint, device)
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-    ranks = Ranks(config, dtype, device) if shard.num_ranks > 1 else None
+    ranks = Ranks(config, dtype, device, shared_gpu) if shard.num_ranks > 1 else None
     spec = shard.spec(checkpoint.spec)
     reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
@@ -168,28 +148,27 @@ def build(
     loaded_draft = load_draft(config, opened, DTYPES[dtype], device, reporter)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
     resolved = resolve(config, spec, _kv_bytes(spec, choice, DTYPES[dtype], loaded_draft), machine, serving=serving)
-    groups = RankGroups() if ranks is None else ranks.join(resolved, spec)
+    groups, choice = (RankGroups(), choice) if ranks is None else ranks.join(resolved, spec, choice)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, *groups)
     usage = weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
     stores = make_stores(model, resolved, choice, device, role)
     draft = build_draft(config, loaded_draft, model, resolved, device, reporter)
-    draft_model = None if draft is None else draft.config
-    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard, draft_model)
+    drafts = None if draft is None else draft.config
+    runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard, drafts, groups.group)
     reporter.done("kv cache", _describe_cache(resolved, model.kv_geometry))
     if precompilation is not None:
-        with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
+        with _compile(precompilation, partial(dry_run, model, stores, runner, groups.group), ranks, machine, reporter):
             _load_weights(unfilled, grammars if serving else None)
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
-    step_times = _step_times(model, stores, runner, choice, reporter)
+    step_times = first_steps(model, stores, runner, choice, reporter)
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     _connect(engine, role, stores, block_layout(name, stores, usage.name), runner)
-    memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device))
-    reporter.done("memory", memory.describe(resolved.num_ranks))
+    memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device), reporter)
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
 
@@ -200,6 +179,21 @@ def _choose_device(config: EngineConfig, role: EngineRole) -> torch.device:
     device = pick_device(config.device)
     check_role(role, config, device)
     return device
+
+
+@contextmanager
+def _compile(
+    precompilation: Precompilation,
+    launched: Callable[[], None],
+    ranks: Ranks | None,
+    machine: MachineInfo,
+    reporter: StartupReporter,
+) -> Iterator[None]:
+    """Compile what is launched while the block runs. The other ranks find it on disk then."""
+    with precompilation.compiling(launched, machine.num_cores, reporter):
+        yield
+    if ranks is not None:
+        ranks.processes.send_compiled()
 
 
 def _connect(
@@ -224,67 +218,12 @@ def _connect(
         engine.import_prefixes(layout, lambda address: PeerBlocks(address, blocks), note_imported)
 
 
-def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:
-    """Start precompilation, if the device has kernels to compile. Takes about a second, while the model is located; the
-    device's context is created meanwhile."""
-    if device.type != "cpu":
-        Thread(target=partial(torch.empty, 1, device=device), name="quire-context").start()
-    compiling = precompiling_for(device.type)
-    if compiling is None:
-        return None
-    reporter.done("compiler", "import")
-    return Precompilation(compiling)
-
-
 def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:
     """Load the weights; a server reads the grammar vocabulary in a thread meanwhile. Not earlier: compile workers are
     forked before."""
     if to_preload is not None:
         Thread(target=load_vocabulary, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
     unfilled.fill()
-
-
-def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner | StageRunner) -> None:
-    """All kernels launched before the first request, those that take longest to compile first."""
-    assert isinstance(runner, ModelRunner), "no pipeline stage is on a GPU"
-    runner.dry_run()
-    warm_up(model.truncated(), stores)
-
-
-def _step_times(
-    model: Decoder,
-    stores: KvStores,
-    runner: ModelRunner | StageRunner,
-    choice: KernelChoice,
-    reporter: StartupReporter,
-) -> StepTimes | None:
-    """Warm up, and time captured graphs, or on a CPU two steps. None: a GPU without graphs."""
-    warm_up(model, stores, samples=isinstance(runner, ModelRunner))
-    reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
-    if runner.device.type == "cpu":
-        times = time_steps(model, stores, time.monotonic, samples=isinstance(runner, ModelRunner))
-        reporter.done("steps", _describe_times(times))
-        return times
-    if choice.row_kernels is None or not choice.capturable or isinstance(runner, StageRunner):
-        return None
-    return _capture_first_graphs(runner, reporter)
-
-
-def _describe_times(times: StepTimes) -> str:
-    return f"one row {1e3 * times.decode_s:.2f} ms · {1e6 * times.token_s:.1f} µs per prompt token"
-
-
-def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter) -> StepTimes | None:
-    """Capture the first CUDA graphs and time them; the rest when idle, and between steps."""
-    for _ in range(runner.num_first):
-        runner.prepare()
-    step_times, launches = runner.step_times(), runner.launches
-    size = f"{launches.captured_bytes / GIB:.2f} GiB"
-    detail = f"{launches.captured} CUDA graph shapes captured ({size}), others when idle and between steps"
-    if step_times is not None:
-        detail += f" · {_describe_times(step_times)}"
-    reporter.done("graphs", detail)
-    return step_times
 
 
 def _scheduler(
@@ -322,7 +261,8 @@ def _engine(
     computes: Runner
     preparing: ModelRunner | RankCheck
     if ranks is not None:
-        computes, preparing = ranks.runner(runner), RankCheck(runner.launches, ranks)
+        computes = ranks.runner(runner)
+        preparing = RankCheck(runner, computes, ranks)
     else:
         assert isinstance(runner, ModelRunner), "a pipeline has several ranks"
         computes = preparing = runner
@@ -345,19 +285,26 @@ def _kv_bytes(spec: ModelSpec, choice: KernelChoice, dtype: torch.dtype, draft: 
 
 
 def _memory_usage(
-    usage: WeightUsage, draft: BuiltDraft | None, resolved: ResolvedConfig, graph_bytes: int, now: MachineInfo
+    usage: WeightUsage,
+    draft: BuiltDraft | None,
+    resolved: ResolvedConfig,
+    graph_bytes: int,
+    now: MachineInfo,
+    reporter: StartupReporter,
 ) -> MemoryUsage:
     weight_bytes = usage.num_bytes + (0 if draft is None else draft.weight_bytes)
-    if now.device == "cpu":
-        return MemoryUsage(weights=weight_bytes, kv=resolved.kv_bytes)
-    return account_memory(
-        weights=weight_bytes,
-        kv=resolved.kv_bytes,
-        graphs=graph_bytes,
-        workspace=resolved.workspace_bytes,
-        free=now.free_bytes,
-        total=now.total_bytes,
-    )
+    memory = MemoryUsage(weights=weight_bytes, kv=resolved.kv_bytes)
+    if now.device != "cpu":
+        memory = account_memory(
+            weights=weight_bytes,
+            kv=resolved.kv_bytes,
+            graphs=graph_bytes,
+            workspace=resolved.workspace_bytes,
+            free=now.free_bytes,
+            total=now.total_bytes,
+        )
+    reporter.done("memory", memory.describe(resolved.num_ranks))
+    return memory
 
 
 def _costs(
@@ -393,4 +340,6 @@ def _describe_cache(resolved: ResolvedConfig, geometry: KvGeometry) -> str:
     text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {tokens}"
     if resolved.num_host_blocks:
         text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
+    if resolved.num_ranks > 1:
+        text += f", on each of {resolved.num_ranks} ranks"
     return text

@@ -13,6 +13,7 @@ from quire.core.model import ModelSpec
 from quire.core.sharding import WHOLE, Shard
 from quire.core.shared_blocks import SharedBlocks
 from quire.core.speculative import parse_sources
+from quire.dist.process_group import ProcessGroup
 from quire.engine.machine import inspect
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
@@ -149,6 +150,7 @@ def make_runner(
     planted: bool,
     shard: Shard = WHOLE,
     draft_model: DraftModelConfig | None = None,
+    group: ProcessGroup | None = None,
 ) -> ModelRunner | StageRunner:
     """What samples, or a pipeline stage before that."""
     if not shard.is_last:
@@ -168,6 +170,7 @@ def make_runner(
         drafters=drafters_of(resolved.drafters) if on_host else (),
         draft_model=draft_model,
         device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
+        least=None if group is None else group.least,
     )
 
 

@@ -27,6 +27,24 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and fast) else "cpu")
 
 
+def check_gpus(num_ranks: int, num_gpus: int, visible: str | None) -> None:
+    """Refuse more ranks than there are GPUs. `visible`: CUDA_VISIBLE_DEVICES."""
+    if num_ranks <= num_gpus:
+        return
+    found = f"{num_gpus} GPU{'s' if num_gpus != 1 else ''}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    raise ConfigError(
+        f"tensor_parallel_size is {num_ranks}, and torch finds {found}: each rank needs a GPU of its own. Use "
+        f"--tensor-parallel-size {num_gpus} or less, or --device cpu.",
+        param="tensor_parallel_size",
+    )
+
+
+def gpu_names(num_gpus: int, visible: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES must be for a process to see one of these GPUs, of each. `visible`: its value now."""
+    names = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
+    return [name.strip() for name in names[:num_gpus]]
+
+
 def inspect(device: torch.device) -> MachineInfo:
     """The current state: call it after the weights are loaded, to get the memory that is left."""
     if device.type == "cuda":

@@ -125,7 +125,7 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
         if size > 1 and sys.platform != "linux":
             raise ConfigError(f"{name} is {size}, which needs Linux. Use {flag} 1.", param=name)
     if config.device == "cuda":
-        refuse_ranks_on_gpus(config)
+        refuse_stages_on_gpus(config)
     check_divisible(spec, config.tensor_parallel_size)
     check_stages(spec, config.pipeline_parallel_size)
     if config.pipeline_parallel_size > 1 and config.speculative != "off":
@@ -137,15 +137,14 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def refuse_ranks_on_gpus(config: EngineConfig) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size, flag = getattr(config, name), "--" + name.replace("_", "-")
-        if size > 1:
-            raise ConfigError(
-                f"{name} is {size}, and the device is a GPU: so far, a model is divided among processes on CPUs only. "
-                f"Use --device cpu, or {flag} 1.",
-                param=name,
-            )
+def refuse_stages_on_gpus(config: EngineConfig) -> None:
+    size = config.pipeline_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, and the device is a GPU: so far, pipeline stages are for CPUs. Use "
+            f"--tensor-parallel-size {size * config.tensor_parallel_size} instead, or --device cpu.",
+            param="pipeline_parallel_size",
+        )
 
 
 def find_checkpoint(config: EngineConfig, fetching: Report = ignore) -> tuple[str, Checkpoint]:

@@ -32,7 +32,7 @@ def main(connection_fd: int, heartbeat_fd: int, rendezvous: int, parent: int) ->
         from quire.engine.build_ranks import build_rank
 
     try:
-        follow = build_rank(*read_start(start), leader, rendezvous)
+        follow = build_rank(read_start(start), leader, rendezvous)
     except QuireError as error:
         send_frame(leader, {"error": error.message})
         return error.exit_code

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, RankFailed
@@ -31,15 +31,31 @@ STALLED_S = 10.0  # without a heartbeat of a rank that was ready
 _REASON_WITHIN_S = 2.0  # a rank that ended is found by its connections before its process has
 
 
-def start_message(config: EngineConfig, dtype: str) -> dict[str, Any]:
-    """What rank 0 sends first, as JSON: the settings, with the dtype that was chosen."""
+class RankStart(NamedTuple):
+    """What a rank must know to load its part of a model."""
+
+    config: EngineConfig  # with the dtype and the device that were chosen
+    shard: Shard
+    backend: str  # of collectives
+
+
+def start_message(config: EngineConfig, dtype: str, device: str) -> dict[str, Any]:
+    """What rank 0 sends first, as JSON: the settings, with the dtype and the device that were chosen."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    return settings | {"dtype": dtype, "tenant_weights": {}}
+    return settings | {"dtype": dtype, "device": device, "tenant_weights": {}}
 
 
-def read_start(message: Any) -> tuple[EngineConfig, Shard]:
+def read_start(message: Any) -> RankStart:
     config = EngineConfig(**message["config"])
-    return config, Shard.of(message["rank"], config.tensor_parallel_size, config.pipeline_parallel_size)
+    shard = Shard.of(message["rank"], config.tensor_parallel_size, config.pipeline_parallel_size)
+    return RankStart(config, shard, message["backend"])
+
+
+class GpuMemory(NamedTuple):
+    """What a rank with its weights finds on its device, in bytes. Ordered by what is free."""
+
+    free: int
+    total: int  # 0 on a CPU
 
 
 def read_sizes(message: Any) -> ResolvedConfig:
@@ -51,7 +67,8 @@ class _Rank:
 
     __slots__ = ("beating", "connection", "heartbeat_s", "heartbeats", "number", "process")
 
-    def __init__(self, number: int, rendezvous: int, clock: Callable[[], float]) -> None:
+    def __init__(self, number: int, rendezvous: int, clock: Callable[[], float], gpu: str | None) -> None:
+        """`gpu`: the only one that the process may see; None: it sees what this one does."""
         self.number = number
         self.connection, theirs = socket.socketpair()
         self.heartbeats, beating = socket.socketpair()
@@ -61,7 +78,8 @@ class _Rank:
         with theirs, beating, signals_held():
             inherited = [theirs.fileno(), beating.fileno(), rendezvous]
             command = [sys.executable, "-m", "quire.engine.rank_main", *map(str, inherited), str(os.getpid())]
-            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+            environment = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment)
 
     def note_heartbeats(self, now_s: float) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -81,20 +99,24 @@ class _Rank:
 class _Watch:
     """What the thread works on. Holds no reference to `RankProcesses`, which may be dropped while it runs."""
 
-    def __init__(self, num_followers: int, rendezvous: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, num_followers: int, rendezvous: int, clock: Callable[[], float], gpus: Sequence[str] | None
+    ) -> None:
         self.ranks: list[_Rank] = []
+        self.at_end: Callable[[], None] = lambda: None
         self.started, self.ended = threading.Event(), threading.Event()
         self.ready = False  # stalls count from then on: imports and loading may hold a process for long
         self.failure: str | None = None
         self._closing = False
         self._wakeup, self._woken = socket.socketpair()
         self._clock = clock
-        self._num_followers, self._rendezvous = num_followers, rendezvous
+        self._num_followers, self._rendezvous, self._gpus = num_followers, rendezvous, gpus
 
     def run(self) -> None:
         try:
             for number in range(1, self._num_followers + 1):
-                self.ranks.append(_Rank(number, self._rendezvous, self._clock))
+                gpu = None if self._gpus is None else self._gpus[number]
+                self.ranks.append(_Rank(number, self._rendezvous, self._clock, gpu))
             self.started.set()
             while not self._closing and self.failure is None:
                 self.failure = self._look()
@@ -102,6 +124,7 @@ class _Watch:
             self.failure = f"A rank could not be started: {error}."
         finally:
             self._end_all()
+            self.at_end()
             self.started.set()
             self.ended.set()
 
@@ -142,8 +165,15 @@ class _Watch:
 class RankProcesses:
     """The followers of rank 0. They end with this object, and with this process."""
 
-    def __init__(self, size: int, rendezvous: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._watch = _Watch(size - 1, rendezvous, clock)
+    def __init__(
+        self,
+        size: int,
+        rendezvous: int,
+        clock: Callable[[], float] = time.monotonic,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        """`gpus`: names of one GPU for each rank, of which a process sees its own only."""
+        self._watch = _Watch(size - 1, rendezvous, clock, gpus)
         thread = threading.Thread(target=self._watch.run, name="quire-ranks", daemon=True)
         thread.start()
         self._watch.started.wait()
@@ -163,15 +193,25 @@ class RankProcesses:
         """Whether each has sent a heartbeat: then it will end with this process, whatever state it is in."""
         return all(rank.beating for rank in self._watch.ranks)
 
-    def send_start(self, config: EngineConfig, dtype: str) -> None:
-        """The ranks find the model and load their part of its weights; `receive` waits for that."""
+    def call_at_end(self, function: Callable[[], None]) -> None:
+        """On the thread that has ended the others: what this rank waits for will not come."""
+        self._watch.at_end = function
+
+    def send_start(self, config: EngineConfig, dtype: str, device: str, backend: str) -> None:
+        """The ranks find the model and load their part of its weights; `wait_loaded` waits for that."""
+        settings = start_message(config, dtype, device)
         for number in range(1, len(self.connections) + 1):
-            self._send(number, {"config": start_message(config, dtype), "rank": number})
+            self._send(number, {"config": settings, "rank": number, "backend": backend})
 
     def send_sizes(self, resolved: ResolvedConfig) -> None:
         """The ranks allocate their KV stores, and join the process group."""
         for number in range(1, len(self.connections) + 1):
             self._send(number, {"sizes": asdict(resolved)})
+
+    def send_compiled(self) -> None:
+        """Kernels are compiled: the other ranks find them on disk."""
+        for number in range(1, len(self.connections) + 1):
+            self._send(number, {"compiled": True})
 
     def _send(self, number: int, message: object) -> None:
         try:
@@ -179,14 +219,17 @@ class RankProcesses:
         except OSError:
             raise RankFailed(self.why_lost() or f"Rank {number} cannot be reached.") from None
 
-    def wait_loaded(self) -> None:
-        """Until each has loaded its weights. An error that a rank sends is raised."""
+    def wait_loaded(self) -> list[GpuMemory]:
+        """Until each has its weights in memory. An error that a rank sends is raised."""
+        found = []
         for number, connection in enumerate(self.connections, 1):
             message = receive_frame(connection)
             if not isinstance(message, dict):
                 raise RankFailed(self.why_lost() or f"Rank {number} ended while it was starting.")
             if "error" in message:
                 raise EngineFailed(f"Rank {number} could not start: {message['error']}")
+            found.append(GpuMemory(*message["loaded"]))
+        return found
 
     def note_ready(self) -> None:
         self._watch.ready = True

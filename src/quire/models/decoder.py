@@ -282,8 +282,8 @@ class Decoder:
         if self._vocabulary is None:
             logits = self._kernels.logits(hidden, self._packed_head, self._head, out)
         else:
-            assert out is None, "no step of several ranks is captured"
             logits = self._vocabulary.gather(self._kernels.logits(hidden, self._packed_head, self._head))
+            logits = logits if out is None else out.copy_(logits)
         cap = self._spec.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

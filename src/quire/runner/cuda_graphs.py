@@ -8,6 +8,9 @@ holds without much waste is launched eagerly by the caller.
 Capturing launches nothing, and waits for the device only where the driver needs memory for a graph. So it happens
 between steps while others are in flight.
 
+Ranks of one model choose the same shape for every step, since a collective adds tensors of one shape. So all have
+captured the same shapes, or none has: each capture is agreed on, and clocks have no say in which shape is replayed.
+
 A graph repeats the same launches on the same addresses, so the captured work reads its inputs from tensors that stay
 in place and never branches on their values. On a CPU nothing is captured: a replay calls the work again.
 """
@@ -16,8 +19,10 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 from functools import partial
 from itertools import product
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -33,18 +38,29 @@ from quire.kernels.transfers import upload
 from quire.runner.graph_shapes import CapturePolicy, LaunchCounts, ShapeTable, StepSize
 
 Replay = Callable[[], Tensor]
+Least = Callable[[int], int]  # the least of the numbers of all ranks
 
 _log = logging.getLogger(__name__)
 _TIMED, _TIMED_S = 5, 0.05  # replays, of which the median counts, and the time that they may take together
 
 
+class _Outcome(IntEnum):
+    """Of a capture, from worst to best."""
+
+    NO_MEMORY = 0
+    NEEDS_RUN = 1  # or cannot be captured at all
+    CAPTURED = 2
+
+
 class GraphCapturer:
     """Captures work for one device. All graphs share one memory pool: only one of them runs at a time."""
 
-    __slots__ = ("_device", "_pool", "_stream")
+    __slots__ = ("_device", "_least", "_pool", "_stream")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, least: Least | None = None) -> None:
+        """`least`: with several ranks, which capture the same work: all of them, or none."""
         self._device = device
+        self._least: Least = least or (lambda number: number)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # One for all captures: libraries keep a workspace for each stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -55,18 +71,32 @@ class GraphCapturer:
         Where it cannot be captured unless it ran before (a library initializes something at its first call), it runs
         once, after all that is in flight, and is captured then.
         """
-        if self._device.type != "cuda":
-            return work
+        replay, outcome, error = self._try(work)
+        agreed = self._least(outcome)
+        if agreed == _Outcome.NEEDS_RUN:
+            _log.info("captured again after a run: %s", error or "another rank needs it")
+            work()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                self._pool = torch.cuda.graph_pool_handle()  # the allocator may still take the other for one in use
+            replay, outcome, error = self._try(work)
+            agreed = self._least(outcome)
+        if agreed != _Outcome.CAPTURED:
+            raise error or torch.OutOfMemoryError("another rank could not capture a CUDA graph")
+        assert replay is not None
+        return replay
+
+    def agree(self, fits: bool) -> bool:
+        """Whether it does on every rank."""
+        return bool(self._least(fits))
+
+    def _try(self, work: Replay) -> tuple[Replay | None, _Outcome, RuntimeError | None]:
         try:
-            return self._capture(work)
-        except torch.OutOfMemoryError:
-            raise
+            return self._capture(work), _Outcome.CAPTURED, None
+        except torch.OutOfMemoryError as error:
+            return None, _Outcome.NO_MEMORY, error
         except RuntimeError as error:
-            _log.info("captured again after a run: %s", error)
-        work()
-        torch.cuda.synchronize(self._device)
-        self._pool = torch.cuda.graph_pool_handle()  # the allocator may still take the other for one in use
-        return self._capture(work)
+            return None, _Outcome.NEEDS_RUN, error
 
     def _capture(self, work: Replay) -> Replay:
         """`torch.cuda.graph` without what it does first: a synchronization, a garbage collection, empty caches.
@@ -74,6 +104,8 @@ class GraphCapturer:
         No garbage is collected meanwhile either: freeing the graphs of an engine that was dropped would end the
         capture. "relaxed": a kernel may be loaded at its first launch.
         """
+        if self._device.type != "cuda":
+            return work
         graph = torch.cuda.CUDAGraph()
         with gc_postponed(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -96,11 +128,11 @@ class GraphCapturer:
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
 
-def seconds_of(replay: Replay, device: torch.device) -> float:
+def seconds_of(replay: Replay, device: torch.device, at_most_s: float = _TIMED_S) -> float:
     """The time of one replay on the device: the median of a few, fewer of a long one."""
     replay()
     seconds = [_seconds_once(replay, device)]
-    while len(seconds) < _TIMED and sum(seconds) < _TIMED_S:
+    while len(seconds) < _TIMED and sum(seconds) < at_most_s:
         seconds.append(_seconds_once(replay, device))
     return median(seconds)
 
@@ -184,9 +216,9 @@ class GraphedSteps:
     """The captured graphs, by shape of step."""
 
     __slots__ = (
-        "_captured", "_capturer", "_device", "_fits", "_forward", "_graphs", "_inputs", "_kept_bytes", "_missing",
-        "_missing_sampling", "_missing_shapes", "_padding_row", "_policy", "_rows", "_sample", "_sampling_graphs",
-        "_starts", "_stopped", "_verified_rows", "_verify", "counts",
+        "_captured", "_capturer", "_device", "_fits", "_forward", "_graphs", "_has_ranks", "_inputs", "_kept_bytes",
+        "_missing", "_missing_sampling", "_missing_shapes", "_padding_row", "_policy", "_rows", "_sample",
+        "_sampling_graphs", "_starts", "_stopped", "_verified_rows", "_verify", "counts",
     )  # fmt: skip
 
     def __init__(
@@ -200,6 +232,7 @@ class GraphedSteps:
         capture_share: float = 1.0,  # of the time, at most, in which captures may pause steps
         kept_bytes: int = 0,  # of device memory that captures leave free
         verify: Verify | None = None,  # for shapes with drafts
+        least: Least | None = None,  # with several ranks
     ) -> None:
         """`shapes`: what is worth capturing, the most useful first."""
         self.counts = LaunchCounts()
@@ -208,7 +241,8 @@ class GraphedSteps:
         self._sample = sample
         self._padding_row = padding_row
         self._device = device
-        self._capturer = GraphCapturer(device)
+        self._capturer = GraphCapturer(device, least)
+        self._has_ranks = least is not None
         self._missing = shapes
         self._missing_shapes, self._captured = ShapeTable(), ShapeTable()  # the same, and those of `_graphs`, by size
         self._kept_bytes = kept_bytes
@@ -240,9 +274,10 @@ class GraphedSteps:
     def capture(self, shape: StepSize | None) -> None:
         """Capture this missing shape, and a few missing sampling graphs. Call between steps."""
         begun_s, free = time.perf_counter(), self._capturer.free_bytes()
-        if self._device.type == "cuda" and free < self._kept_bytes:
+        if not self._capturer.agree(self._device.type != "cuda" or free >= self._kept_bytes):
             raise torch.OutOfMemoryError(f"{free} bytes are free, and {self._kept_bytes} are kept for eager steps")
         self._place_rows(np.empty(0, dtype=np.int32))
+        shape = shape if shape in self._missing else None  # it may have been told twice
         if shape is not None:
             self._missing.remove(shape)
             self._note_missing()  # before a capture can fail
@@ -310,7 +345,10 @@ class GraphedSteps:
         smallest, largest = min(decodes), max(mixed, key=StepSize.order)
         self._place_rows(np.empty(0, dtype=np.int32))
         self._place_chunks(largest, None)
-        decode_s, largest_s = (seconds_of(self._graphs[shape], self._device) for shape in (smallest, largest))
+        at_most_s = inf if self._has_ranks else _TIMED_S  # each rank replays as often as the others
+        decode_s, largest_s = (
+            seconds_of(self._graphs[shape], self._device, at_most_s) for shape in (smallest, largest)
+        )
         token_s = largest_s / largest.size
         self._policy.decode_s, self._policy.token_s = decode_s, token_s
         return StepTimes(decode_s, token_s)
@@ -377,7 +415,7 @@ class GraphedSteps:
         if step in self._fits:
             return self._fits[step]
         fitting = self._captured.smallest(step)
-        if fitting is not None and self._policy.is_faster_eager(step, fitting):
+        if fitting is not None and not self._has_ranks and self._policy.is_faster_eager(step, fitting):
             fitting = None
         if not step.chunks:
             self._fits[step] = fitting

@@ -37,7 +37,7 @@ from quire.runner.batch import (
     decode_batch,
     mixed_batch,
 )
-from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
+from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, Least, StepTimes, shape_of
 from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRows, counts_of, drafts_computed
 from quire.runner.draft_features import DraftFeatures
 from quire.runner.draft_model import DraftModel, DraftModelConfig
@@ -77,6 +77,7 @@ class ModelRunner:
         drafters: Sequence[Drafter] = (),  # on a CPU only: they read the tokens of the step before
         device_drafts: DraftConfig | None = None,  # drafts on the device, in captured steps only
         draft_model: DraftModelConfig | None = None,  # on a CPU only
+        least: Least | None = None,  # with several ranks: a missing shape is captured by all, as rank 0 decides
     ) -> None:
         self.device = device = stores.device.device
         on_host = device.type == "cpu" and row_kernels is None  # there rows may draft what their grammars force
@@ -91,6 +92,8 @@ class ModelRunner:
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
         self._on_demand = capture_share > 0
+        self._has_ranks = least is not None
+        self._wanted: StepSize | None = None  # a missing shape, to be captured by all ranks
         self.num_first = 0  # shapes that `prepare` captures first
         self._graphs: GraphedSteps | None = None
         self._representative: list[StepSize] = []
@@ -104,21 +107,27 @@ class ModelRunner:
             self._representative = [*chosen.representative, *verifying]
             num_lines = max(shape.rows + shape.chunks + shape.drafts for shape in shapes)
             self._logits = LogitsBuffer.allocate(num_lines, model.vocab_size, device)
-            self._graphs = GraphedSteps(
-                self._forward,
-                self._sample_captured,
-                shapes,
-                self._rows.padding_row,
-                device,
-                capture_share=capture_share,
-                kept_bytes=kept_bytes,
-                verify=self._forward_drafts,
-            )
+            self._graphs = self._graphed(shapes, capture_share, kept_bytes, least)
             if device_drafts is not None:
                 self._device_drafting = DeviceDrafting(self._rows, max_length, device_drafts, num_lines)
         self._ends = self._sampler.end_columns.end_ids
         self._greedy_step: GreedyStep | None = None  # the step before, if it was one
         self.launches = LaunchCounts() if self._graphs is None else self._graphs.counts
+
+    def _graphed(
+        self, shapes: list[StepSize], capture_share: float, kept_bytes: int, least: Least | None
+    ) -> GraphedSteps:
+        return GraphedSteps(
+            self._forward,
+            self._sample_captured,
+            shapes,
+            self._rows.padding_row,
+            self.device,
+            capture_share=capture_share,
+            kept_bytes=kept_bytes,
+            verify=self._forward_drafts,
+            least=least,
+        )
 
     @property
     def model(self) -> Model:
@@ -134,11 +143,24 @@ class ModelRunner:
     def prepared(self) -> bool:
         return self._graphs is None or self._graphs.complete
 
-    @torch.inference_mode()
     def prepare(self) -> None:
         """Capture one more shape. Call between steps. Capturing ends when memory runs out."""
+        self.capture(self.next_missing)
+
+    @property
+    def next_missing(self) -> StepSize | None:
+        return None if self._graphs is None else self._graphs.next_missing
+
+    def take_wanted(self) -> StepSize | None:
+        """With several ranks, the shape whose absence has cost as much as its capture will; None: none, or taken."""
+        wanted, self._wanted = self._wanted, None
+        return wanted
+
+    @torch.inference_mode()
+    def capture(self, shape: StepSize | None) -> None:
+        """Capture this missing shape, and missing sampling graphs. Call between steps."""
         if self._graphs is not None:
-            self._capture(self._graphs.next_missing)
+            self._capture(shape)
 
     @torch.inference_mode()
     def dry_run(self) -> None:
@@ -327,6 +349,8 @@ class ModelRunner:
             return None
         if self._on_demand:
             missing = self._graphs.worth_capturing(shape_of(decoding, arrays))
+            if self._has_ranks:
+                self._wanted, missing = missing, None
             if missing is not None or self._graphs.lacks_sampling:
                 self._capture(missing)
         self._trip(FaultSite.FORWARD)

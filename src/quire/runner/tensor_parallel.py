@@ -1,18 +1,21 @@
 """Tensor parallelism: one plan, followed by every rank. Rank 0 is in the engine's process, the others follow it.
 
-A frame to the other ranks is a plan, or the masks of a step that waits for them (`core/plan_codec.py`); each answers a
-step with its number and a checksum of what it sampled. Every rank applies the plan to its own row table, computes its
-heads and columns, and samples all rows: a token is a function of its logits and its position, and all ranks have the
-same logits. So nothing is broadcast behind a step, and rows go on decoding where their state is. A rank that sampled
-something else, or another step, is found by its answer, before the tokens leave the engine.
+A frame to the other ranks is a plan, the masks of a step that waits for them (`core/plan_codec.py`), or a CUDA graph
+to capture: rank 0 decides which and when. Each answers a step with its number and a checksum of what it sampled.
+Every rank applies the plan to its own row table, computes its heads and columns, and samples all rows: a token is a
+function of its logits and its position, and all ranks have the same logits. So nothing is broadcast behind a step,
+and rows go on decoding where their state is. A rank that sampled something else, or another step, is found by its
+answer, before the tokens leave the engine.
 """
 
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from struct import Struct
+from typing import Protocol
 
 import numpy as np
 
@@ -21,9 +24,11 @@ from quire.core.ids import IntArray, Row
 from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encode_plan
 from quire.core.step import FinishReason, Masks, Pending, Runner, StepPlan, StepResult
 from quire.core.worker_process import receive_bytes, send_bytes
+from quire.runner.graph_shapes import StepSize
 
-PLAN, MASKS = b"P", b"M"  # the first byte of a frame
+PLAN, MASKS, CAPTURE = b"P", b"M", b"C"  # the first byte of a frame
 _ANSWER = Struct("<QI")  # step, checksum
+_SHAPE = Struct(f"<{len(StepSize._fields)}I")
 _REASONS = {reason: place for place, reason in enumerate(FinishReason)}
 
 
@@ -92,15 +97,49 @@ class Followers:
         return RankFailed(f"Rank {rank} failed in step {step}: {error.decode('utf-8', 'replace')}")
 
 
+class RankCapture(Protocol):
+    """A rank that captures CUDA graphs. All capture the same shapes in the same order, between the same steps."""
+
+    @property
+    def next_missing(self) -> StepSize | None:
+        """The shape to capture when there is time."""
+
+    def take_wanted(self) -> StepSize | None:
+        """The shape to capture before the next step."""
+
+    def capture(self, shape: StepSize | None) -> None:
+        """This shape, and what belongs to those that are captured."""
+
+
 class TensorParallelRunner:
     """The runner of rank 0, and the ranks that follow it. A failure of any of them is the end of all."""
 
-    def __init__(self, local: Runner, followers: Sequence[socket.socket], why_lost: Callable[[], str | None]) -> None:
-        """`why_lost`: what is known about a rank that ended; may wait a moment for it."""
+    def __init__(
+        self,
+        local: Runner,
+        followers: Sequence[socket.socket],
+        why_lost: Callable[[], str | None],
+        capturing: RankCapture | None = None,
+    ) -> None:
+        """`why_lost`: what is known about a rank that ended; may wait a moment for it. `capturing`: the same runner, if
+        the ranks capture CUDA graphs."""
         self._local = local
         self._others = Followers(dict(enumerate(followers, 1)), why_lost)
+        self._capturing = capturing
+
+    def prepare(self) -> None:
+        """Capture one more shape on all ranks. Call between steps."""
+        if self._capturing is not None:
+            self._capture(self._capturing, self._capturing.take_wanted() or self._capturing.next_missing)
+
+    def _capture(self, capturing: RankCapture, shape: StepSize | None) -> None:
+        self._others.send(CAPTURE + (b"" if shape is None else _SHAPE.pack(*shape)))
+        with self._others.failing():
+            capturing.capture(shape)
 
     def launch(self, plan: StepPlan) -> "PendingRanks":
+        if self._capturing is not None and (wanted := self._capturing.take_wanted()) is not None:
+            self._capture(self._capturing, wanted)
         self._others.send(PLAN + encode_plan(plan))
         with self._others.failing():
             return PendingRanks(self, self._local.launch(plan))
@@ -135,23 +174,65 @@ class PendingRanks:
         return self.runner.wait(self.local)
 
 
-def follow(runner: Runner, leader: socket.socket, answer: Callable[[StepResult], bytes] = summary) -> None:
-    """Compute the steps that rank 0 sends, until it closes the connection. Sends the error of a step that failed, and
-    raises it."""
-    step, pending = -1, None
-    while (frame := receive_bytes(leader)) is not None:
-        kind, data = frame[:1], frame[1:]
+class _Answers:
+    """Sends what a rank answers: when a step is launched, or from a thread, so that the next one is launched while the
+    device computes this one."""
+
+    def __init__(self, leader: socket.socket, answer: Callable[[StepResult], bytes], *, run_ahead: bool) -> None:
+        self._leader, self._answer = leader, answer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-answers") if run_ahead else None
+        self._failure: Exception | None = None
+
+    def add(self, pending: Pending) -> None:
+        if self._thread is None:
+            send_bytes(self._leader, self._answer(pending.wait()))
+        else:
+            self._thread.submit(self._send, pending)
+
+    def _send(self, pending: Pending) -> None:
         try:
+            send_bytes(self._leader, self._answer(pending.wait()))
+        except Exception as error:
+            self._failure = self._failure or error
+            self._leader.shutdown(socket.SHUT_RD)  # no further step is launched
+
+    def close(self) -> None:
+        """Raises what the thread has found."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._failure is not None:
+            raise self._failure
+
+
+def follow(
+    runner: Runner,
+    leader: socket.socket,
+    answer: Callable[[StepResult], bytes] = summary,
+    capturing: RankCapture | None = None,
+    *,
+    run_ahead: bool = False,
+) -> None:
+    """Compute the steps that rank 0 sends, until it closes the connection. Sends the error of a step that failed, and
+    raises it. `run_ahead`: a step is launched before those in flight have ended."""
+    pending, answers = None, _Answers(leader, answer, run_ahead=run_ahead)
+    try:
+        while (frame := receive_bytes(leader)) is not None:
+            kind, data = frame[:1], frame[1:]
+            if kind == CAPTURE:
+                assert capturing is not None, "rank 0 captures, and this one does not"
+                capturing.capture(StepSize._make(_SHAPE.unpack(data)) if data else None)
+                continue
             if kind == PLAN:
                 plan = decode_plan(data)
-                step, pending = plan.step, runner.launch(plan)
+                pending = runner.launch(plan)
                 if plan.masked:
                     continue
             else:
-                assert kind == MASKS and pending is not None, f"a frame of kind {kind!r} after step {step}"
+                assert kind == MASKS and pending is not None, f"a frame of kind {kind!r} before any step"
                 pending.sample(decode_masks(data))
-            result = pending.wait()
-        except Exception as error:
+            answers.add(pending)
+        answers.close()
+    except Exception as error:
+        with suppress(OSError):  # rank 0 may have ended
             send_bytes(leader, f"{type(error).__name__}: {error}".encode())
-            raise
-        send_bytes(leader, answer(result))
+        raise

@@ -108,7 +108,7 @@ class _ToMemory:
 
 
 class _ToDevice:
-    """Loads onto a GPU through pinned memory. Values are cast on the device."""
+    """Loads onto a GPU through pinned memory. Values are cast, and a rank's columns chosen, on the device."""
 
     __slots__ = ("_buffers", "_device", "_reader", "_stream")
 
@@ -120,7 +120,6 @@ class _ToDevice:
         self._buffers = cycle([_PinnedBuffer() for _ in range(_NUM_BUFFERS)])
 
     def load(self, tensor_slice: TensorSlice) -> None:
-        assert tensor_slice.columns is None, "a model is divided among processes on CPUs only"
         pinned = next(self._buffers)
         pinned.copied.synchronize()
         if tensor_slice.dtype is None:
@@ -133,8 +132,9 @@ class _ToDevice:
             values = buffer.view(tensor_slice.dtype)
         flat = tensor_slice.destination.view(-1)
         with torch.cuda.stream(self._stream):
-            flat.copy_(values if values.dtype is flat.dtype else values.to(self._device, non_blocking=True),
-                       non_blocking=True)  # fmt: skip
+            if values.dtype is not flat.dtype or tensor_slice.columns is not None:
+                values = tensor_slice.kept(values.to(self._device, non_blocking=True))
+            flat.copy_(values, non_blocking=True)
             pinned.copied.record(self._stream)
 
     def finish(self) -> None:
