@@ -69,20 +69,18 @@ EXPORT void quire_gate(void* workspace, const float* gate_up, int64_t tokens, in
 // residual: [tokens, hidden], changed; out: [tokens, hidden], of which the selected rows are first.
 EXPORT void quire_forward(void* workspace, const Model* model, const Step* step, float* residual, float* out) {
     auto& w = *static_cast<Workspace*>(workspace);
-    w.control.before(w.pool);
-    Forward(w, *model, *step).run(residual, out);
-    w.control.after(w.pool);
+    w.timed([&] { Forward(w, *model, *step).run(residual, out); });
 }
 
 // A step of rows that decode. step: place and strides of the KV store. Either outcome, [5, count], or logits, [count, vocab].
 EXPORT void quire_decode(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
                          const int32_t* rows, int32_t count, int64_t* outcome, float* logits) {
     auto& w = *static_cast<Workspace*>(workspace);
-    w.control.before(w.pool);
-    DecodeStep decode(w, *model, *tables, *columns);
-    if (outcome) decode.run_greedy(rows, count, *step, outcome);
-    else decode.run_logits(rows, count, *step, logits);
-    w.control.after(w.pool);
+    w.timed([&] {
+        DecodeStep decode(w, *model, *tables, *columns);
+        if (outcome) decode.run_greedy(rows, count, *step, outcome);
+        else decode.run_logits(rows, count, *step, logits);
+    });
 }
 
 // A token for each row. logits, weights: [count, vocab]; highest, rows, positions, tokens: [count].

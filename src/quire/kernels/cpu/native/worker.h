@@ -188,9 +188,24 @@ public:
         after.linear += now_ns(CLOCK_MONOTONIC) - began - (after.all() - before.all());
     }
 
+    // Runs a whole call; what it does between its parts counts as other work.
+    template <class Body>
+    void timed(const Body& body) {
+        const int64_t began = now_ns(CLOCK_MONOTONIC), before = profile().all();
+        control.before(pool);
+        body();
+        control.after(pool);
+        shared_.profile.other += now_ns(CLOCK_MONOTONIC) - began - (profile().all() - before);
+    }
+
+    Profile profile() const {
+        const Profile &one = shared_.profile, &other = own_[0].profile;
+        return {one.linear + other.linear, one.attention + other.attention, one.other + other.other};
+    }
+
     // Since the last call.
     Profile take_profile() {
-        const Profile &one = shared_.profile, &other = own_[0].profile, sum{one.linear + other.linear, one.attention + other.attention, one.other + other.other};
+        const Profile sum = profile();
         for (Scratch& each : own_) each.profile = {};
         shared_.profile = {};
         return sum;
