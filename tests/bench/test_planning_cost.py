@@ -46,8 +46,9 @@ def test_calls_do_not_grow_with_the_queue(turnover: float) -> None:
 
 
 def test_a_queue_costs_few_calls_in_a_steady_step() -> None:
+    """With nothing waiting steps repeat the one before; with a queue each is planned in full."""
     none, many = (calls_of_a_round(bench(64, waiting, 0.0)) for waiting in (0, 2000))
-    assert many - none <= 16 * (ROUND + WARM)
+    assert many - none <= 44 * (ROUND + WARM)
 
 
 def test_calls_of_a_steady_step_grow_with_evictions_alone() -> None:
