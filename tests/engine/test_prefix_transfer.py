@@ -209,6 +209,7 @@ class Exchange:
         side = dice.choice([self.prefill, self.decode])
         side.scheduler.lose_steps(keep_cache=dice.random() < 0.5)
         self.prefill.exports.expire()
+        self.copy()  # as an engine's loop does before its next step: it waits for a copy into blocks that were lost
 
     def run(self, num_events: int) -> None:
         events = [self.arrive, self.step_prefill, self.step_decode, self.copy, self.abort, self.pass_time,
