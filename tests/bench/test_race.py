@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.bench import race_peer
-from quire.bench.race import RaceEntry, RaceRange, RaceResult, RaceRun, cpu_kind, run_race, spread
+from quire.bench.race import RaceEntry, RaceRange, RaceResult, RaceRun, cpu_kind, describe_status, run_race, spread
 from quire.bench.race_peer import Peer, PeerUnsupported, find_peers, install, our_entry, peers_folder, pip_reason
 from quire.bench.workload import RACE_WORKLOADS, RaceWorkload, find_race_workload
 from quire.catalog.locate import Located
@@ -187,6 +187,12 @@ def test_the_reason_of_pip_is_one_line() -> None:
     assert pip_reason([cmake, "ERROR: Failed building wheel"], 1) == cmake
     assert pip_reason(["what", "ever"], 1) == "ever"
     assert pip_reason([], 9) == "it ended with status 9 and printed nothing"
+
+
+def test_the_end_of_a_process_names_its_signal() -> None:
+    assert describe_status(1) == "status 1"
+    assert describe_status(-4) == "SIGILL: its build has instructions that this CPU has not"
+    assert (describe_status(-9), describe_status(-99)) == ("SIGKILL", "signal 99")
 
 
 @pytest.mark.long  # makes an environment: 7 s

@@ -178,7 +178,7 @@ class RaceProcess:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-        return f"its process ended with status {status}: {last}"
+        return f"its process ended with {describe_status(status)}: {last}"
 
     def close(self) -> None:
         """Kill the process and what it started. Idempotent."""
@@ -387,6 +387,18 @@ def compare_commands(ours: Many[str], theirs: Many[str], *, rounds: int, say: Sa
         named = [", ".join(run) or "none" for run in (quire_runs[0], rival_runs[0])]
         raise ConfigError(f"The two have no workload in common: quire ran {named[0]}; the other engine, {named[1]}.")
     return comparisons
+
+
+def describe_status(status: int) -> str:
+    """How a process ended, with the name of the signal that killed it."""
+    if status >= 0:
+        return f"status {status}"
+    if status == -signal.SIGILL:
+        return "SIGILL: its build has instructions that this CPU has not"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
 
 
 def _run_command(name: str, command: Many[str], say: Say) -> dict[str, WorkloadResult]:

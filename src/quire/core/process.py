@@ -18,7 +18,6 @@ PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # sent to a terminal's process
 _PR_SET_PDEATHSIG = 1
 # Loaded once: a forked child, which may call it, must load no library.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
 
 
 def die_with_parent(parent: int) -> bool:
@@ -55,12 +54,6 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
-
-
-def trim_heap() -> None:
-    """Return free memory of the C heap to the system. Otherwise, what a large piece of work took stays resident."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
 
 
 @contextmanager

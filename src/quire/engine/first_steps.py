@@ -11,6 +11,7 @@ from threading import Thread
 
 import torch
 
+from quire.core.process_memory import release_libraries, trim_heap
 from quire.dist.process_group import ProcessGroup
 from quire.engine.resolved_config import GIB
 from quire.engine.startup import StartupReporter
@@ -75,6 +76,9 @@ def first_steps(
     reporter: StartupReporter,
 ) -> StepTimes | None:
     """Warm up, and time captured graphs, or on a CPU two steps. None: a GPU without graphs."""
+    if runner.device.type == "cpu":  # elsewhere the weights are not in this memory, and little of it matters
+        release_libraries()  # not later: what steps use comes back with these
+        trim_heap()
     warm_up(model, stores, samples=isinstance(runner, ModelRunner))
     reporter.done("warm-up", choice.reason if choice.attention else "a chunk of a prompt and a decode")
     if runner.device.type == "cpu":

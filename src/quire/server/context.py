@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, QuireError, shown
 from quire.core.model import ModelSpec
-from quire.core.process import trim_heap
+from quire.core.process_memory import trim_heap
 from quire.core.sampling import LONGEST_TOKEN, SamplingParams
 from quire.engine.model_format import ModelFormat, find_model_format
 from quire.engine.open_model import OpenedModel
