@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -30,6 +31,7 @@ from quire.engine.messages import (
     StartEngine,
     StopSequence,
 )
+from quire.engine.prefix_transfer import ImportDone, PrefixImports
 from quire.engine.request_validator import RequestValidator
 from quire.engine.stats import EngineStats
 from quire.engine.wire import FrameDecoder, Message, ToFront, pack, read_for_front
@@ -163,6 +165,41 @@ def test_heartbeats_say_how_long_a_step_takes_and_was_expected_to(monkeypatch):
             wait_for(wire, Heartbeat(39.0, 40.0))
             runner.allowed.release()
         wait_for(wire, Heartbeat(0.0, 0.0))
+
+
+class CopiesInParts(PrefixImports):
+    """An import that takes five iterations of the loop."""
+
+    def __init__(self) -> None:
+        self.num_left = 5
+        self.timeouts_s: list[float] = []  # of reads while there is something to copy
+
+    @property
+    def idle(self) -> bool:
+        return self.num_left == 0
+
+    def advance(self) -> ImportDone | None:
+        if self.idle:
+            return None
+        self.num_left -= 1
+        return ImportDone(7, 16, 4096) if self.idle else None
+
+
+def test_an_engine_without_requests_does_not_wait_for_messages_while_it_copies_a_prefix(monkeypatch):
+    """Each part would come half a second after the last, and the prompt would be computed sooner."""
+    imports, select_ready = CopiesInParts(), engine_server.select.select
+
+    def selected(reads, writes, errors, timeout_s):
+        if not imports.idle:
+            imports.timeouts_s.append(timeout_s)
+        return select_ready(reads, writes, errors, timeout_s)
+
+    monkeypatch.setattr(engine_server, "select", SimpleNamespace(select=selected))
+    engine = make_engine(ToyRunner(VOCAB), monotonic)
+    engine.imports = imports
+    with serving(engine) as wire:
+        assert wire.next(QueryReply).token == 7
+    assert imports.timeouts_s == [0.0] * 5
 
 
 def test_progress_changes_as_a_whole_when_a_step_ends():

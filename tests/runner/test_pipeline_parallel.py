@@ -113,6 +113,17 @@ def test_steps_that_were_lost_are_forgotten() -> None:
     assert [frame[:1] for frame in frames] == [b"P", b"P", b"P", b"O"], "nobody gets the tokens of a lost step"
 
 
+def test_results_that_nobody_waits_for_any_more_are_not_kept() -> None:
+    """Step 2 computed what step 0 sampled, so that the result of step 0 was there; then all three were lost."""
+    last = StepPlan(3, reset=True, starts=PLANS[0].starts, grants=PLANS[0].grants, chunks=PLANS[0].chunks)
+    with three_stages(answers(result(0, 0, 40), result(1, 1, 41), result(3, 0, 43))) as (runner, _):
+        for plan in PLANS:
+            runner.launch(plan)
+        assert runner.num_unread == 1
+        assert runner.launch(last).wait().tokens.tolist() == [43]
+        assert runner.num_unread == 0
+
+
 def test_a_large_result_meets_a_large_frame() -> None:
     """Neither end reads before it has sent all."""
     masks = Masks(np.array([0], np.int32), np.zeros((1, 1 << 20), np.int32))

@@ -129,6 +129,11 @@ class PipelineParallelRunner:
         self._sampling_too.send(frame)
         self._sampling.send(frame)
 
+    @property
+    def num_unread(self) -> int:
+        """Results that are here and not yet waited for."""
+        return len(self._results)
+
     def wait(self, step: int) -> StepResult:
         self._absorb_up_to(step)
         return self._results.pop(step)
