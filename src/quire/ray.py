@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.cli.access_settings import AccessSettings
 from quire.cli.main import serve as serve_command
-from quire.cli.options import engine_config, read_replica_limits
+from quire.cli.options import check_transport, engine_config, read_replica_limits
 from quire.cli.serve import on_ray, open_tracer, server_config_of
 from quire.core.errors import ConfigError, EngineFailed, QuireError
 from quire.server.server import Server, ServerObservers, first_error
@@ -76,6 +76,7 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from error
     read_replica_limits(given)
+    check_transport(given)
     engine_config(given["model"], given)
     return given
 

@@ -174,10 +174,14 @@ async def strike(split: SplitServer, fault: str, dice: random.Random) -> bool:
 
 
 def test_split_requests_survive_kills_of_either_side(tmp_path: Path, report: Report, dose: Dose, dice: Dice) -> None:
-    folder = long_context_model(tmp_path)
+    run_under_faults(long_context_model(tmp_path), report, dose(200), dice)
+
+
+def run_under_faults(folder: Path, report: Report, num_wanted: int, dice: Dice, *flags: str) -> None:
+    """Until so many requests were split."""
     expected = answers_of_one_engine(folder)
     assert len(set(expected)) > NUM_PROMPTS // 2, "answers that tell prompts apart"
-    arguments = ("--served-model-name", "tiny", "--prefill-engines", "1", *SETTINGS)
+    arguments = ("--served-model-name", "tiny", "--prefill-engines", "1", *SETTINGS, *flags)
     with serving(str(folder), *arguments) as server, server.client() as client:
         split = SplitServer(server, client)
         split.wait_until_ready()
@@ -186,7 +190,7 @@ def test_split_requests_survive_kills_of_either_side(tmp_path: Path, report: Rep
 
         async def crowd() -> Counter[str]:
             running = asyncio.create_task(clients.run())
-            injecting = asyncio.create_task(inject(split, clients, dice(26), dose(200)))
+            injecting = asyncio.create_task(inject(split, clients, dice(26), num_wanted))
             await asyncio.wait((running, injecting), return_when=asyncio.FIRST_COMPLETED)
             clients.is_over = True
             await running  # raises what a client has found
@@ -200,4 +204,5 @@ def test_split_requests_survive_kills_of_either_side(tmp_path: Path, report: Rep
         report(f"split requests in {seconds:.0f} s, with {faults.total()} faults", f"{found.total()}: {dict(found)}")
         report("  faults", dict(faults))
         report("  what the clients saw", dict(clients.ends))
-        assert clients.ends["answered"] > found.total() / 2 and found["copied"] > found.total() / 2, found
+        num_asked = found.total() - found["no_prefill_engine"]
+        assert clients.ends["answered"] > found.total() / 2 and found["copied"] > num_asked / 2, found

@@ -21,8 +21,8 @@ class Outcome(NamedTuple):
     error: str | None
 
 
-def environment(name: str) -> Path:
-    """The folder of a client's environment, with what its file of requirements asks for."""
+def environment(name: str, *flags: str) -> Path:
+    """The folder of a client's environment, with what its file of requirements asks for. `flags`: for pip."""
     home = FOLDER / name
     asked = next(REQUIREMENTS.glob(f"{name}.*"))
     stamp = home / asked.name
@@ -35,7 +35,7 @@ def environment(name: str) -> Path:
         _run("npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(home))
     else:
         _run(sys.executable, "-m", "venv", str(home))
-        _run(str(home / "bin" / "pip"), "install", "--quiet", "--requirement", str(asked))
+        _run(str(home / "bin" / "pip"), "install", "--quiet", *flags, "--requirement", str(asked))
     shutil.copy(asked, stamp)
     return home
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -45,14 +45,23 @@ class Cluster(NamedTuple):
 
 
 def ray_python() -> str:
-    """Of an environment with Ray in it, and behind it quire and all other packages of this one."""
+    """Of an environment with Ray in it, and behind it quire, all other packages of this one, and NIXL if there is."""
     try:
         home = environment("ray")
     except AssertionError as error:
         pytest.skip(f"Ray could not be installed: {str(error)[-300:]}")
     (packages,) = home.glob("lib/python*/site-packages")
-    (packages / "quire-checkout.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+    folders = [str(ROOT / "src"), sysconfig.get_path("purelib"), *nixl_packages()]
+    (packages / "quire-checkout.pth").write_text("\n".join(folders) + "\n")
     return str(home / "bin" / "python")
+
+
+def nixl_packages() -> list[str]:
+    try:
+        home = environment("nixl", "--no-deps")
+    except AssertionError:
+        return []
+    return [str(each) for each in home.glob("lib/python*/site-packages")]
 
 
 def wait_for(what: str, is_so: Callable[[], bool], limit_s: float = START_S) -> None:
@@ -73,6 +82,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) 
     command += [f"--port={address.split(':')[1]}", f"--ray-client-server-port={free_port()}", "--num-cpus=6"]
     command += [f"--temp-dir={folder}", "--include-dashboard=false", "--object-store-memory=80000000"]
     env = {**os.environ, "RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
+    env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     env |= {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # of busy machines
     log = Path(folder) / "start.log"
     with log.open("w") as said, children.started(command, stdout=said, stderr=said, env=env) as process:
@@ -101,7 +111,7 @@ class RayServer(NamedTuple):
 
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name} "))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 @contextmanager
@@ -221,6 +231,35 @@ def test_a_rolling_restart_loses_no_request(server: RayServer, cluster: Cluster)
             statuses.add(server.complete("endless", 20).status_code)
     assert restarting.result().json() == {"restarted": 2} and statuses == {200}
     assert len(before) == 2 and not before & set(engine_processes(cluster))
+
+
+@pytest.mark.timeout(300)
+def test_prefill_and_decode_engines_are_two_pools(cluster: Cluster) -> None:
+    """Blocks over NIXL; each engine is killed once, and no request is lost."""
+    if not nixl_packages():
+        pytest.skip("NIXL could not be installed")
+    others = set(engine_processes(cluster))
+    flags = ("--min-replicas", "2", "--prefill-engines", "1", "--kv-transport", "nixl", "--max-num-seqs", "4")
+    with ray_serving(cluster, *flags) as server, ThreadPoolExecutor(12) as pool:
+        wait_for("all are ready", lambda: server.num_ready() == 3)
+        assert sorted(str(row["role"]) for row in server.replicas()) == ["decode", "decode", "prefill"]
+
+        def send_all(turn: int) -> list[Future[httpx.Response]]:
+            prompts = [f"{turn} and {number} begin this long prompt. " * 100 for number in range(12)]
+            return [pool.submit(server.complete, prompt, 4) for prompt in prompts]
+
+        assert {each.result().status_code for each in send_all(0)} == {200}
+        assert server.metric("quire_requests_split_total") > 0
+        assert server.metric("quire_requests_prefill_fallback_total") == 0
+        for turn, engine in enumerate(set(engine_processes(cluster)) - others, 1):
+            sent = send_all(turn)
+            os.kill(engine, signal.SIGKILL)
+            assert {each.result().status_code for each in sent} == {200}
+            wait_for("it is replaced", lambda: server.num_ready() == 3)
+        split = server.metric("quire_requests_split_total")
+        assert {each.result().status_code for each in send_all(9)} == {200}
+        assert server.metric("quire_requests_split_total") > split
+        wait_for("no block is held", lambda: all(row["num_held_blocks"] == 0 for row in server.replicas()))
 
 
 @pytest.mark.timeout(300)

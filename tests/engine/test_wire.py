@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, QueueFull, QuireError
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
-from quire.core.shared_blocks import BlockAddress
+from quire.core.shared_blocks import BlockAddress, DeviceMemory, NetworkMemory
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.engine.kv_events import KvEventsConfig
@@ -101,6 +101,13 @@ STEP_OUTPUT = st.builds(
     ),
     st.dictionaries(NUMBER, array(np.float32), max_size=2),
 )
+ADDRESS = st.builds(
+    BlockAddress,
+    *[NUMBER] * 6,
+    st.none() | st.builds(DeviceMemory, TEXT, NUMBER, NUMBER),
+    TEXT,
+    st.none() | st.builds(NetworkMemory, TEXT, NUMBER, NUMBER),
+)
 PROMPT = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 MESSAGES = {
     StartEngine: st.builds(
@@ -136,7 +143,7 @@ MESSAGES = {
         TEXT,
         st.integers(-100, 100),
         PROMPT,
-        st.builds(PrefixLease, st.builds(BlockAddress, *[NUMBER] * 6), TEXT, NUMBER, PROMPT),
+        st.builds(PrefixLease, ADDRESS, TEXT, NUMBER, PROMPT),
     ),
     StartupPhase: st.builds(StartupPhase, TEXT, SECONDS, TEXT),
     LoadProgress: st.builds(LoadProgress, NUMBER, NUMBER),

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.shared_blocks import BlockAddress, DeviceMemory, LeaseEnded, MemoryRefused, PeerBlocks, SharedBlocks
+from quire.engine.block_transport import BlockTransport
 from quire.engine.build_runner import check_role
 from quire.engine.prefix_transfer import EngineRole
 from quire.models.interface import KvGeometry
@@ -51,8 +52,8 @@ class Owner:
         return self.process.stdout.readline()
 
     def grant(self) -> BlockAddress:
-        *words, memory = json.loads(self.ask("grant"))
-        return BlockAddress(*words, memory=DeviceMemory(*memory))
+        *words, memory, machine, _ = json.loads(self.ask("grant"))
+        return BlockAddress(*words, DeviceMemory(*memory), machine)
 
     def revoke(self, address: BlockAddress) -> None:
         self.ask(str(address.slot))
@@ -176,6 +177,8 @@ def test_engines_that_share_a_gpu_must_be_told_how_much_each_may_use() -> None:
         check_role(EngineRole.DECODE, EngineConfig(), cuda)
     check_role(EngineRole.PREFILL, EngineConfig(kv_cache_memory=1 << 30), cuda)
     check_role(EngineRole.WHOLE, EngineConfig(), cuda)
+    with pytest.raises(ConfigError, match="--kv-transport nixl copies the KV caches of CPUs so far"):
+        check_role(EngineRole.PREFILL, EngineConfig(kv_cache_memory=1 << 30), cuda, BlockTransport(object()))  # type: ignore[arg-type]
     check_role(EngineRole.PREFILL, EngineConfig(), torch.device("cpu"))
 
 

@@ -82,3 +82,8 @@ def test_a_cluster_without_room_is_refused_in_one_sentence() -> None:
         check_room(ReplicaResources(1, 1), [], ReplicaLimits())
     with pytest.raises(ConfigError, match=r"--min-replicas is 4, .* room for 2, of 8 CPUs each: use --min-replicas 2"):
         check_room(ReplicaResources(8, 0), nodes, ReplicaLimits(4, 4))
+    check_room(ReplicaResources(8, 0), nodes, ReplicaLimits(1, 4), prefill_engines=1)
+    with pytest.raises(
+        ConfigError, match=r"--min-replicas is 2 and --prefill-engines 1, .* room for 2 engines, of 8 CPUs"
+    ):
+        check_room(ReplicaResources(8, 0), nodes, ReplicaLimits(2, 4), prefill_engines=1)

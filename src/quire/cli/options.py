@@ -217,6 +217,9 @@ _SERVING = (
     click.option("--prefill-engines", type=click.IntRange(0, 64), default=0, show_default=True, metavar="N",
                  help="Further engines that compute long prompts for the others, which copy their KV blocks "
                  "(prefill/decode split). On a GPU with --kv-cache-memory."),
+    click.option("--kv-transport", type=click.Choice(["auto", "memory", "nixl"]), default="auto", show_default=True,
+                 help="How KV blocks get from prefill engines to the others: through the memory of one machine, or "
+                 "over the network by NIXL. auto: NIXL between the nodes of --ray, where it is installed."),
     click.option("--kv-events-config", "kv_events", metavar="JSON",
                  help="Publish what the prefix cache stores and removes over ZMQ, in vLLM's messages, e.g. "
                  '{"endpoint": "tcp://127.0.0.1:5557"}. They have the tokens of all prompts.'),
@@ -285,7 +288,8 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "Keys and limits": ("api_keys", "api_key_file", "admin_key", "admin_key_file", "insecure_no_key",
                         "allowed_origins", "max_body_bytes", "max_waiting", "max_waiting_tokens", "files_dir",
                         "files_limit_bytes", "drain_s"),
-    "Replicas": ("replicas", "ray", "min_replicas", "max_replicas", "downscale_delay_s", "prefill_engines"),
+    "Replicas": ("replicas", "ray", "min_replicas", "max_replicas", "downscale_delay_s", "prefill_engines",
+                 "kv_transport"),
     "Sampling": ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "seed", "stop", "system", "chat", "markdown"),
     "Device and memory": ("device", "dtype", "quantization", "attention_backend", "batch_invariant", "threads",
@@ -458,8 +462,7 @@ def read_replica_limits(given: Mapping[str, Any]) -> "ReplicaLimits | None":
             f"--min-replicas {given['replicas']} with --ray.",
             param="replicas",
         )
-    for name, flag in (("prefill_engines", "--prefill-engines"), ("kv_events", "--kv-events-config"),
-                       ("record", "--record")):  # fmt: skip
+    for name, flag in (("kv_events", "--kv-events-config"), ("record", "--record")):
         if given[name]:
             raise ConfigError(f"{flag} is for engines on this machine, not for --ray; omit one of them.", param=name)
     fewest = own.setdefault("min_replicas", 1)
@@ -473,6 +476,20 @@ def read_replica_limits(given: Mapping[str, Any]) -> "ReplicaLimits | None":
     from quire.server.autoscaling import ReplicaLimits
 
     return ReplicaLimits(**own)
+
+
+def check_transport(given: Mapping[str, Any]) -> None:
+    """Refuse a transport of KV blocks that no engine would use, or that is not installed. On Ray, each node has its
+    own packages."""
+    if given["kv_transport"] == "auto":
+        return
+    if not given["prefill_engines"]:
+        raise ConfigError(
+            f"--kv-transport {given['kv_transport']} is for --prefill-engines; omit it, or use both.",
+            param="kv_transport",
+        )
+    if given["kv_transport"] == "nixl" and not given["ray"]:
+        check_packages("--kv-transport nixl", "nixl", "nixl_cu13")
 
 
 def check_kv_events(text: str | None) -> None:

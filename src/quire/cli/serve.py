@@ -20,6 +20,7 @@ from quire.cli.options import (
     check_kv_events,
     check_record,
     check_serving,
+    check_transport,
     engine_config,
     read_replica_limits,
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from quire.cli.access_settings import AccessSettings
+    from quire.engine.prefix_transfer import KvTransport
     from quire.engine.stats import EngineInfo
     from quire.server.autoscaling import ReplicaLimits
     from quire.server.context import ServedModel
@@ -84,6 +86,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
     check_record(given["record"])
     check_several(model, given, tables)
     read_replica_limits(given)
+    check_transport(given)
     for options in [table.given for table in tables] or [{**given, "model": model}]:
         engine_config(options["model"], options)
         read_served_model(options)
@@ -168,7 +171,16 @@ def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerC
         replicas=given.get("replicas") or 1,
         journal=None if given.get("record") is None else str(Path(given["record"]).absolute()),
         prefill_engines=given.get("prefill_engines") or 0,
+        kv_transport=_transport_of(given),
     )
+
+
+def _transport_of(given: Mapping[str, Any]) -> "KvTransport":
+    """The engines of one machine share memory; NIXL opens ports, so without need or order it is not used."""
+    from quire.engine.prefix_transfer import KvTransport
+
+    chosen = KvTransport(given.get("kv_transport") or "auto")
+    return KvTransport.MEMORY if chosen is KvTransport.AUTO and not given.get("ray") else chosen
 
 
 def on_ray(config: "ServerConfig", given: Mapping[str, Any]) -> "ServerConfig":
@@ -181,7 +193,12 @@ def on_ray(config: "ServerConfig", given: Mapping[str, Any]) -> "ServerConfig":
 
     nodes = connect_cluster()
     needed = needed_resources(config.config, nodes)
-    check_room(needed, nodes, limits)
+    check_room(needed, nodes, limits, config.prefill_engines)
+    if needed.num_gpus and config.prefill_engines:
+        raise ConfigError(
+            "--prefill-engines on Ray copies the KV caches of CPUs so far: omit it, or use --device cpu.",
+            param="prefill_engines",
+        )
     engine = replace(config.config, device="cuda" if needed.num_gpus else "cpu")
     return replace(config, config=engine, limits=limits, launch=partial(RayEngineProcess, *needed))
 
@@ -193,7 +210,9 @@ def _describe_limits(limits: "ReplicaLimits") -> str:
 
 
 def _describe_split(config: "ServerConfig") -> str:
-    counts = f"{config.prefill_engines} prefill and {config.replicas} decode engines"
+    limits = config.limits
+    num_decode = str(config.replicas) if limits is None else _describe_limits(limits)
+    counts = f"{config.prefill_engines} prefill and {num_decode} decode engines"
     return f"{counts} · a prompt goes to the former if all requests wait less so, by measured costs"
 
 

@@ -3,7 +3,8 @@
 One process owns the memory: an anonymous file (`memfd_create`), which ends with the last process that has it mapped. It
 begins with a page of words: the epoch, a random number of this memory, and one word for each lease, which holds the
 lease's generation while it lasts, and 0 otherwise. No generation comes twice. The blocks follow, unless they are in the
-memory of a GPU: then the address of a lease says where (`runner/cuda_ipc.py`).
+memory of a GPU: then the address of a lease says where (`runner/cuda_ipc.py`). Other machines read words and blocks
+over the network (`dist/nixl_blocks.py`).
 
 The owner sets the word of a lease to 0 before the leased blocks can be written again. So a reader that finds its
 generation after a copy has copied what was leased; a copy that was overtaken by the end of its lease is dropped. No
@@ -14,14 +15,24 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_LEASES = 256
-_HEADER_BYTES = 4096  # a page, so that the blocks begin at one
+HEADER_BYTES = 4096  # a page, so that the blocks begin at one
 _FIRST_LEASE = 1  # word 0 is the epoch
+
+
+def machine_name() -> str:
+    """The same in all processes that find each other by their ids: those of one boot and one process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not on Linux
+        return ""
 
 
 class DeviceMemory(NamedTuple):
@@ -29,6 +40,14 @@ class DeviceMemory(NamedTuple):
 
     handle: str  # of the allocation: CUDA IPC's 64 bytes in hexadecimal
     offset: int  # of the first block in it, in bytes
+    num_blocks: int
+
+
+class NetworkMemory(NamedTuple):
+    """The same memory as other machines read it."""
+
+    metadata: str  # of the owner's NIXL agent, in base64
+    address: int  # of the page of words in the owner's process; the blocks follow
     num_blocks: int
 
 
@@ -42,10 +61,16 @@ class BlockAddress(NamedTuple):
     generation: int
     block_bytes: int
     memory: DeviceMemory | None = None  # None: in the file
+    machine: str = ""  # whose processes can map the file
+    network: NetworkMemory | None = None  # None: not for other machines
 
 
 class LeaseEnded(Exception):
     """The memory, or the lease on it, is gone: nothing that was copied may be used."""
+
+
+class ConnectionEnded(LeaseEnded):
+    """The same, because the owner could not be reached until the end of a copy."""
 
 
 class MemoryRefused(Exception):
@@ -56,25 +81,31 @@ class SharedBlocks:
     """The owner's side. Block 0 is the first."""
 
     __slots__ = (
-        *("_descriptor", "_device", "_free", "_memory", "_next_generation", "_words"),
-        *("block_bytes", "blocks", "epoch"),
+        *("_descriptor", "_device", "_free", "_machine", "_memory", "_network", "_next_generation"),
+        *("_words", "block_bytes", "blocks", "epoch"),
     )
 
     def __init__(self, num_blocks: int, block_bytes: int, device: DeviceMemory | None = None) -> None:
         """`device`: where the blocks are, if not in this memory."""
         self.block_bytes = block_bytes
+        self._network: NetworkMemory | None = None
         self._device = device
+        self._machine = machine_name()
         num_blocks = num_blocks if device is None else 0
         self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, _HEADER_BYTES + num_blocks * block_bytes)
+        os.ftruncate(self._descriptor, HEADER_BYTES + num_blocks * block_bytes)
         self._memory = mmap.mmap(self._descriptor, 0)
         self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _FIRST_LEASE + MAX_LEASES)
         self.epoch = self._words[0] = secrets.randbits(62) | 1
         self.blocks: NDArray[np.uint8] = np.frombuffer(
-            self._memory, np.uint8, num_blocks * block_bytes, _HEADER_BYTES
+            self._memory, np.uint8, num_blocks * block_bytes, HEADER_BYTES
         ).reshape(num_blocks, block_bytes)
         self._free = list(range(MAX_LEASES - 1, -1, -1))
         self._next_generation = 1
+
+    def offer(self, network: NetworkMemory) -> None:
+        """From now on the address of a lease says where other machines read it."""
+        self._network = network
 
     def grant(self) -> BlockAddress | None:
         """Begin a lease; None if there are too many. The caller keeps the leased blocks as they are until `revoke`."""
@@ -83,9 +114,8 @@ class SharedBlocks:
         slot, generation = self._free.pop(), self._next_generation
         self._next_generation += 1
         self._words[_FIRST_LEASE + slot] = generation
-        return BlockAddress(
-            os.getpid(), self._descriptor, int(self.epoch), slot, generation, self.block_bytes, self._device
-        )
+        where = (self.block_bytes, self._device, self._machine, self._network)
+        return BlockAddress(os.getpid(), self._descriptor, int(self.epoch), slot, generation, *where)
 
     def revoke(self, slot: int) -> None:
         """End a lease. From now on no reader uses what it copies."""
@@ -97,9 +127,20 @@ class SharedBlocks:
     def num_leases(self) -> int:
         return MAX_LEASES - len(self._free)
 
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All of it: the page of words, and the blocks."""
+        return np.frombuffer(self._memory, np.uint8)
+
     def close(self) -> None:
         """Give the memory back, as far as no other process and no array has it."""
         os.close(self._descriptor)
+
+
+def check_words(words: NDArray[np.int64], address: BlockAddress) -> None:
+    """Raise `LeaseEnded` unless a lease lasts, by the words of its owner."""
+    if words[0] != address.epoch or words[_FIRST_LEASE + address.slot] != address.generation:
+        raise LeaseEnded("the lease has ended")
 
 
 class PeerLease:
@@ -120,16 +161,14 @@ class PeerLease:
             raise LeaseEnded(f"process {address.pid} shares no memory") from error
         finally:
             os.close(descriptor)
-        if len(memory) < _HEADER_BYTES:
+        if len(memory) < HEADER_BYTES:
             raise LeaseEnded(f"process {address.pid} shares other memory")
         self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, _FIRST_LEASE + MAX_LEASES)
         self.check()
 
     def check(self) -> None:
         """Raise `LeaseEnded` unless the lease lasts."""
-        address = self._address
-        if self._words[0] != address.epoch or self._words[_FIRST_LEASE + address.slot] != address.generation:
-            raise LeaseEnded("the lease has ended")
+        check_words(self._words, self._address)
 
 
 class PeerBlocks(PeerLease):
@@ -144,8 +183,8 @@ class PeerBlocks(PeerLease):
             raise MemoryRefused("the blocks are in the memory of a GPU")
         self._targets = targets
         size = address.block_bytes
-        num_blocks = (len(self._memory) - _HEADER_BYTES) // size if size else 0
-        blocks: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, num_blocks * size, _HEADER_BYTES)
+        num_blocks = (len(self._memory) - HEADER_BYTES) // size if size else 0
+        blocks: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, num_blocks * size, HEADER_BYTES)
         self._blocks = blocks.reshape(num_blocks, size)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -14,8 +14,8 @@ import torch
 from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
-from quire.core.shared_blocks import PeerBlocks
 from quire.core.step import Runner
+from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.build_draft import BuiltDraft, LoadedDraft, LoadedHead, build_draft, load_draft
 from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
 from quire.engine.build_runner import (
@@ -123,6 +123,7 @@ def build(
     shared_gpu: str | None = None,
     journal: BinaryIO | None = None,
     role: EngineRole = EngineRole.WHOLE,
+    transport: BlockTransport = LOCAL_TRANSPORT,
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
@@ -130,10 +131,9 @@ def build(
     ITL target. `opened`: the model, if found before; `shared_gpu`: see `Ranks`; `journal`: of the scheduler's calls.
     """
     reporter = reporter or StartupReporter()
-    device = _choose_device(config, role)
+    device = _choose_device(config, role, transport)
     precompilation = start_precompilation(device, reporter)
-    opened = opened or open_model(config, reporter.fetching)
-    name, checkpoint, tokenizer, _ = opened
+    name, checkpoint, tokenizer, _ = opened = opened or open_model(config, reporter.fetching)
     dtype = choose_dtype(config, checkpoint, device)
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     ranks = Ranks(config, dtype, device, shared_gpu) if shard.num_ranks > 1 else None
@@ -167,17 +167,17 @@ def build(
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
-    _connect(engine, role, stores, block_layout(name, stores, usage.name), runner)
+    _connect(engine, role, transport, stores, block_layout(name, stores, usage.name), runner)
     memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device), reporter)
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
 
 
-def _choose_device(config: EngineConfig, role: EngineRole) -> torch.device:
+def _choose_device(config: EngineConfig, role: EngineRole, transport: BlockTransport) -> torch.device:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
-    check_role(role, config, device)
+    check_role(role, config, device, transport)
     return device
 
 
@@ -197,7 +197,12 @@ def _compile(
 
 
 def _connect(
-    engine: Engine, role: EngineRole, stores: KvStores, layout: str, runner: ModelRunner | StageRunner
+    engine: Engine,
+    role: EngineRole,
+    transport: BlockTransport,
+    stores: KvStores,
+    layout: str,
+    runner: ModelRunner | StageRunner,
 ) -> None:
     """Let a prefill engine lease its blocks, and a decode engine copy those of others."""
     if role is EngineRole.WHOLE:
@@ -207,6 +212,8 @@ def _connect(
         # Cached blocks are computed, but one that returns from the host may still be on its way.
         returns = stores.host is not None and device.type == "cuda"
         settle = torch.cuda.current_stream(device).synchronize if returns else None
+        if device.type == "cpu":
+            transport.offer(stores.shared)
         engine.export_prefixes(layout, stores.shared, settle)
         return
     note_imported = runner.note_imported if isinstance(runner, ModelRunner) else None
@@ -214,8 +221,7 @@ def _connect(
         peers = PeerStores(stores)
         engine.import_prefixes(layout, peers.source, note_imported, peers.close_ended, DEVICE_COPY_BYTES)
     else:
-        blocks = stores.block_bytes
-        engine.import_prefixes(layout, lambda address: PeerBlocks(address, blocks), note_imported)
+        engine.import_prefixes(layout, transport.reader(stores.block_bytes, time.monotonic), note_imported)
 
 
 def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:

@@ -14,6 +14,7 @@ from quire.core.sharding import WHOLE, Shard
 from quire.core.shared_blocks import SharedBlocks
 from quire.core.speculative import parse_sources
 from quire.dist.process_group import ProcessGroup
+from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.machine import inspect
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
@@ -105,10 +106,17 @@ def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig) -> Share
         ) from error
 
 
-def check_role(role: EngineRole, config: EngineConfig, device: torch.device) -> None:
+def check_role(
+    role: EngineRole, config: EngineConfig, device: torch.device, transport: BlockTransport = LOCAL_TRANSPORT
+) -> None:
     """Before the weights are loaded."""
     if role is EngineRole.WHOLE:
         return
+    if device.type == "cuda" and transport.is_remote:
+        raise ConfigError(
+            "--kv-transport nixl copies the KV caches of CPUs so far; omit it, or use --device cpu.",
+            param="kv_transport",
+        )
     if device.type == "cuda" and config.kv_cache_memory is None:
         raise ConfigError(
             "With --prefill-engines several engines share a GPU, and none can know what the others need: say how much "

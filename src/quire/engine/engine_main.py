@@ -5,6 +5,7 @@ handled by the parent, which lets the engine finish its work.
 """
 
 import logging
+import secrets
 import socket
 import sys
 import time
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from quire.core.errors import ConfigError, QuireError
 from quire.core.process import die_with_parent, freeze_heap, gc_frozen_imports, leave_signals_to_parent
+from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
+from quire.engine.prefix_transfer import EngineRole, KvTransport
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
@@ -66,14 +69,15 @@ def _send(connection: socket.socket, message: Message) -> None:
 def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, EngineInfo]:
     """Lazy imports: torch takes seconds, and the scripted engine does not need it."""
     journal = None if start.journal is None else _journal(Path(start.journal), reporter)
+    transport = LOCAL_TRANSPORT if start.role is EngineRole.WHOLE else _transport(start.transport)
     if start.script is not None:
         from quire.engine.scripted_engine import build_scripted
 
-        return build_scripted(start.config, Path(start.script), reporter, journal, start.role)
+        return build_scripted(start.config, Path(start.script), reporter, journal, start.role, transport)
     with gc_frozen_imports():
         from quire.engine.build import build
 
-    built = build(start.config, reporter, serving=start.serving, journal=journal, role=start.role)
+    built = build(start.config, reporter, serving=start.serving, journal=journal, role=start.role, transport=transport)
     return built.engine, built.info
 
 
@@ -87,6 +91,26 @@ def _journal(path: Path, reporter: StartupReporter) -> BinaryIO | None:
     limit = f"at most {MAX_JOURNAL_BYTES >> 20} MiB"
     reporter.done("journal", f"{created.path} · token ids of all prompts and answers, {limit}")
     return created.file
+
+
+def _transport(chosen: KvTransport) -> BlockTransport:
+    """Lazy: NIXL is an extra. By default it is used where it is there."""
+    if chosen is KvTransport.MEMORY:
+        return LOCAL_TRANSPORT
+    try:
+        from nixl_cu13._api import nixl_agent, nixl_agent_config
+
+        agent = nixl_agent(f"quire-{secrets.token_hex(8)}", nixl_agent_config(False, backends=["UCX"]))
+    except Exception as error:  # not installed, or not for this machine: NIXL's errors have no common class
+        reason = f"{type(error).__name__}: {error}"[:300]
+        if chosen is KvTransport.NIXL:
+            raise ConfigError(
+                f'--kv-transport nixl needs NIXL, which failed here ({reason}): pip install "quire[nixl]".',
+                param="kv_transport",
+            ) from error
+        logging.getLogger(__name__).warning("KV blocks are copied on one machine only: no NIXL (%s)", reason)
+        return LOCAL_TRANSPORT
+    return BlockTransport(agent, local=chosen is KvTransport.AUTO)
 
 
 def _publisher(config: KvEventsConfig, engine: Engine) -> "KvEventPublisher":

@@ -12,7 +12,7 @@ from quire.core.request import partition_name
 from quire.core.sampling import SamplingParams
 from quire.core.validation import check_float, check_int, convert_numpy
 from quire.engine.kv_events import KvEventsConfig
-from quire.engine.prefix_transfer import EngineRole, PrefixLease, TransferFailure
+from quire.engine.prefix_transfer import EngineRole, KvTransport, PrefixLease, TransferFailure
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # lower comes first
 MAX_NAME_CHARACTERS = 256
@@ -97,6 +97,7 @@ class StartEngine(NamedTuple):
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
     journal: str | None = None  # the path of a journal to be recorded
     role: EngineRole = EngineRole.WHOLE
+    transport: KvTransport = KvTransport.MEMORY  # of the blocks of engines with a role
 
 
 class PromptTransfer(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import BlockOwner
-from quire.core.shared_blocks import BlockAddress, LeaseEnded, MemoryRefused, SharedBlocks
+from quire.core.shared_blocks import BlockAddress, ConnectionEnded, LeaseEnded, MemoryRefused, SharedBlocks
 from quire.kv.prefix_holds import HeldPrefix
 from quire.sched.scheduler import Scheduler
 
@@ -37,6 +37,7 @@ class TransferFailure(Enum):
     REFUSED = "prefill_refused"
     NOT_CACHED = "not_cached"
     LEASE_ENDED = "lease_ended"
+    CONNECTION = "connection_lost"
     LAYOUT = "layout"
     NOT_READABLE = "not_readable"
     NO_ROOM = "no_room"
@@ -52,10 +53,15 @@ _FAILURE_TEXT = {
     TransferFailure.REFUSED: "the prefill engine could not compute it",
     TransferFailure.NOT_CACHED: "the prefill engine no longer had it cached, or had too many leases",
     TransferFailure.LEASE_ENDED: "the lease on its blocks ended before they were copied",
+    TransferFailure.CONNECTION: "the connection to the prefill engine was lost before its blocks were copied",
     TransferFailure.LAYOUT: "the prefill engine has another layout of blocks",
     TransferFailure.NOT_READABLE: "the memory of the prefill engine could not be read from this engine",
     TransferFailure.NO_ROOM: "this engine had too few free blocks for it",
 }
+
+
+def _failure_of(ended: LeaseEnded) -> TransferFailure:
+    return TransferFailure.CONNECTION if isinstance(ended, ConnectionEnded) else TransferFailure.LEASE_ENDED
 
 
 class EngineRole(Enum):
@@ -64,6 +70,14 @@ class EngineRole(Enum):
     WHOLE = "whole"
     PREFILL = "prefill"  # computes prompts, and leases their blocks
     DECODE = "decode"  # copies leased blocks
+
+
+class KvTransport(Enum):
+    """How blocks get from one engine to another: what `--kv-transport` chooses."""
+
+    AUTO = "auto"  # memory between engines of one machine, NIXL between machines if it is installed
+    MEMORY = "memory"
+    NIXL = "nixl"  # between engines of one machine, too
 
 
 class TransferFailed(Exception):
@@ -147,7 +161,8 @@ class _Leased(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """Leased blocks of another engine: shared memory (`PeerBlocks`), or a GPU's (`runner/cuda_ipc.py`)."""
+    """Leased blocks of another engine: in shared memory (`PeerBlocks`), on a GPU (`runner/cuda_ipc.py`), or on another
+    machine (`dist/nixl_blocks.py`)."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Begin to copy. Raises `LeaseEnded`: then no copy has begun."""
@@ -208,7 +223,7 @@ class PrefixImports:
         try:
             source = self._open_source(lease.address)
         except LeaseEnded as ended:
-            raise TransferFailed(TransferFailure.LEASE_ENDED) from ended
+            raise TransferFailed(_failure_of(ended)) from ended
         except MemoryRefused as refused:
             _log.error("the memory of a prefill engine cannot be read: %s", refused)
             raise TransferFailed(TransferFailure.NOT_READABLE) from refused
@@ -238,8 +253,8 @@ class PrefixImports:
             if self._is_copied(each) and each.num_copied < len(each.sources):
                 self._begin_copy(each)
                 self._is_copied(each)
-        except LeaseEnded:
-            return self._end(TransferFailure.LEASE_ENDED)
+        except LeaseEnded as ended:
+            return self._end(_failure_of(ended))
         return self._end(None) if each.num_copied == len(each.sources) else None
 
     def _begin_copy(self, each: _Import) -> None:

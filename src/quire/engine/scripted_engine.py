@@ -17,7 +17,8 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, NoTokenizer
 from quire.core.ids import IntArray
-from quire.core.shared_blocks import PeerBlocks, SharedBlocks
+from quire.core.shared_blocks import SharedBlocks
+from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.build_scheduler import make_grammars, make_scheduler, make_validator
 from quire.engine.engine import Engine
 from quire.engine.open_model import OpenedModel, open_model
@@ -48,6 +49,7 @@ def build_scripted(
     watch: StartupReporter,
     journal: BinaryIO | None = None,
     role: EngineRole = EngineRole.WHOLE,
+    transport: BlockTransport = LOCAL_TRANSPORT,
 ) -> tuple[Engine, EngineInfo]:
     """The engine, with the tokenizer, template and context of the model that was named."""
     opened = open_model(config, watch.fetching, scripted=True)
@@ -71,7 +73,7 @@ def build_scripted(
         grammars=make_grammars(opened, spec.vocab_size),
     )
     if role is not EngineRole.WHOLE:
-        _connect(engine, role, f"script of {opened.name}")
+        _connect(engine, role, f"script of {opened.name}", transport)
     info = EngineInfo(
         name=opened.name,
         max_model_len=resolved.max_model_len,
@@ -89,12 +91,14 @@ def build_scripted(
     return engine, info
 
 
-def _connect(engine: Engine, role: EngineRole, layout: str) -> None:
+def _connect(engine: Engine, role: EngineRole, layout: str, transport: BlockTransport) -> None:
     """Blocks without bytes: the leases and their ends are real."""
     if role is EngineRole.PREFILL:
-        engine.export_prefixes(layout, SharedBlocks(1, 0))
+        shared = SharedBlocks(1, 0)
+        transport.offer(shared)
+        engine.export_prefixes(layout, shared)
     else:
-        engine.import_prefixes(layout, lambda address: PeerBlocks(address, np.zeros((1, 0), dtype=np.uint8)))
+        engine.import_prefixes(layout, transport.reader(np.zeros((1, 0), dtype=np.uint8), time.monotonic))
 
 
 class Script:

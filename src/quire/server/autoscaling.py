@@ -89,8 +89,10 @@ def needed_resources(config: EngineConfig, nodes: Iterable[Mapping[str, float]])
     return ReplicaResources(config.threads or 1, num_ranks if on_gpus else 0)
 
 
-def check_room(needed: ReplicaResources, nodes: Iterable[Mapping[str, float]], limits: ReplicaLimits) -> None:
-    """Refuse replicas for which the nodes of a cluster have too little."""
+def check_room(
+    needed: ReplicaResources, nodes: Iterable[Mapping[str, float]], limits: ReplicaLimits, prefill_engines: int = 0
+) -> None:
+    """Refuse replicas, and prefill engines beside them, for which the nodes of a cluster have too little."""
     nodes = list(nodes)
     room = sum(needed.room(node) for node in nodes)
     if room == 0:
@@ -100,6 +102,12 @@ def check_room(needed: ReplicaResources, nodes: Iterable[Mapping[str, float]], l
             f"{gpus} GPUs each: lower --tensor-parallel-size, --pipeline-parallel-size or --threads, use --device cpu, "
             f"or add a node with ray start.",
             param="ray",
+        )
+    if prefill_engines and room < limits.min_replicas + prefill_engines:
+        raise ConfigError(
+            f"--min-replicas is {limits.min_replicas} and --prefill-engines {prefill_engines}, and the Ray cluster has "
+            f"room for {room} engines, of {needed} each: lower one of them, or add nodes with ray start.",
+            param="prefill_engines",
         )
     if room < limits.min_replicas:
         raise ConfigError(

@@ -17,7 +17,7 @@ from quire.core.errors import EngineFailed, QuireError
 from quire.engine.engine_process import EngineHandle, EngineProcess
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
-from quire.engine.prefix_transfer import EngineRole
+from quire.engine.prefix_transfer import EngineRole, KvTransport
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
@@ -76,9 +76,10 @@ class Supervisor:
         kv_events: KvEventsConfig | None = None,
         journal: str | None = None,
         role: EngineRole = EngineRole.WHOLE,
+        transport: KvTransport = KvTransport.MEMORY,
         launch: EngineLauncher | None = None,  # on another machine; else a process on this one
     ) -> None:
-        self._start_message = StartEngine(config, script, serving, kv_events, journal, role)
+        self._start_message = StartEngine(config, script, serving, kv_events, journal, role, transport)
         self._engine = engine
         self._clock = clock
         self._phase = phase

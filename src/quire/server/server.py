@@ -26,7 +26,7 @@ from quire.core.errors import QuireError
 from quire.core.process import freeze_heap
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.open_model import OpenedModel
-from quire.engine.prefix_transfer import EngineRole
+from quire.engine.prefix_transfer import EngineRole, KvTransport
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.output_parsing.reasoning import ReasoningTags
@@ -113,6 +113,7 @@ class ServerConfig:
     serving: bool = True  # False: a batch, where latency does not matter
     replicas: int = 1  # engines of this model
     prefill_engines: int = 0  # further engines, which compute long prompts for these
+    kv_transport: KvTransport = KvTransport.MEMORY  # how they get the KV blocks of these prompts
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
     limits: ReplicaLimits | None = None  # as many engines as the queue needs, within these; instead of `replicas`
     launch: EngineLauncher | None = None  # starts an engine on another machine
@@ -270,6 +271,7 @@ class Server:
             kv_events=events.of_replica(rank) if events is not None and config.replicas > 1 else events,
             journal=config.journal,
             role=role,
+            transport=config.kv_transport,
             launch=config.launch,
         )
 
