@@ -227,7 +227,7 @@ class RoutedEndpoint:
 
     def _find(self, name: object) -> ModelSlot:
         if name is not None and not isinstance(name, str):
-            raise InvalidParameter("model cannot be read: Expected `str`.", param="model")
+            raise InvalidParameter(f"model must be text or left out, not {shown(name)}.", param="model")
         names = self._router.names
         if name is not None and is_ollama(self._endpoint.path) and name not in names:
             name = name.removesuffix(LATEST)

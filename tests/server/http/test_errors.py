@@ -61,7 +61,7 @@ def refusal(response: httpx.Response) -> dict[str, str]:
             {},
             400,
             "invalid_prompt",
-            'it is missing; send for example [{"role"',
+            'messages is missing; it must be a list of objects; send for example [{"role"',
         ),
         (
             "chat/completions",

@@ -285,7 +285,7 @@ def test_the_models(http: httpx.Client) -> None:
         ("/api/chat", {"messages": user("x"), "format": "xml"}, 400, "format is 'xml'"),
         ("/api/chat", {"messages": user("x"), "format": [1]}, 400, "format is [1]"),
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role is 'king'"),
-        ("/api/chat", {"messages": 5}, 400, "messages cannot be read"),
+        ("/api/chat", {"messages": 5}, 400, "messages must be a list of objects or left out, not 5"),
         ("/api/pull", {"model": "other"}, 403, "Models are not pulled over HTTP"),
         ("/api/create", {"model": "other"}, 403, "managed on the server's own machine"),
         ("/api/nothing", {}, 404, "POST /api/nothing is not served here"),

@@ -207,7 +207,7 @@ def test_a_batch_has_answers_and_errors_in_files(server: LocalServer) -> None:
     ("content", "code", "words"),
     [
         (b"", "empty_file", "no requests"),
-        (b"{}\n", "invalid_line", "Line 1 is not a request"),
+        (b"{}\n", "invalid_line", "Line 1 is not a request: custom_id is missing; it must be text."),
         (jsonl(request("a"), request("a")), "duplicate_custom_id", "Line 2 has the custom_id"),
         (jsonl(request("a", url="/v1/completions")), "invalid_line", "a batch may POST to /v1/chat/completions"),
         (jsonl(request("a", stream=True)), "invalid_line", "a batch has no streams"),

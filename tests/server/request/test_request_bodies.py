@@ -40,16 +40,30 @@ def refused(body: bytes, kind: type[msgspec.Struct] = CompletionBody) -> QuireEr
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"n": "x"}, "n", "Expected `int | null`, got `str`"),
-        ({"stop": ["a", 7]}, "stop[1]", "got `int`"),
-        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
+        ({"n": "x"}, "n", 'n must be a whole number or left out, not "x".'),
+        ({"n": 1.5}, "n", "n must be a whole number or left out, not 1.5."),
+        ({"temperature": True}, "temperature", "temperature must be a number or left out, not true."),
+        ({"temperature": "hot"}, "temperature", 'temperature must be a number or left out, not "hot".'),
+        ({"temperature": {"a": [1]}}, "temperature", 'not {"a": [1]}.'),
+        ({"temperature": "h" * 1000}, "temperature", "hhh…."),
+        ({"seed": "é\n"}, "seed", 'not "\\u00e9\\n".'),
+        ({"stop": 7}, "stop", "stop must be text, a list of texts or left out, not 7."),
+        ({"stop": ["a", 7]}, "stop[1]", "stop[1] must be text, not 7."),
+        ({"stream": "yes"}, "stream", 'stream must be true, false or left out, not "yes".'),
+        ({"stop_token_ids": "2"}, "stop_token_ids", "must be a list of whole numbers or left out"),
+        ({"stream_options": []}, "stream_options", "stream_options must be an object or left out, not []."),
+        (
+            {"stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "stream_options.include_usage must be true, false or left out, not 1.",
+        ),
         ({"logit_bias": {"3": 1, "no": 1}}, "logit_bias", "has 'no': 1; it maps token ids to numbers"),
         ({"logit_bias": {"3": 1, "1.5": 1}}, "logit_bias", "has '1.5': 1;"),
         ({"logit_bias": {"3": 1, "5": "x"}}, "logit_bias", "has '5': 'x';"),
-        ({"logit_bias": [5]}, "logit_bias", "array"),
-        ({"temperature": True}, "temperature", "bool"),
-        ({"n": 1.5}, "n", "float"),
-        ({"response_format": {}}, "response_format.type", "missing"),
+        ({"logit_bias": [5]}, "logit_bias", "logit_bias must be an object or left out, not [5]."),
+        ({"response_format": {}}, "response_format.type", "response_format.type is missing; it must be text."),
+        ({"response_format": {"type": None}}, "response_format.type", "must be text, not null."),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "is not a field; the fields are json, json_obj"),
     ],
 )
 def test_a_wrong_type_is_named_by_its_path(body: dict[str, object], param: str, words: str) -> None:
@@ -74,6 +88,29 @@ def test_an_invalid_body_is_refused(body: bytes) -> None:
         assert isinstance(refused(body), InvalidPrompt)
     else:
         assert decode(body, CompletionBody).prompt == "hi", "an unknown field is ignored"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[1]", "The body must be a JSON object, not [1]."),
+        (b"null", "The body must be a JSON object, not null."),
+        (b"{}", "prompt is missing; it must be text or a list of texts, whole numbers or lists of whole numbers."),
+        (b'{"prompt": ["a", 1.5]}', "prompt[1] must be text, a whole number or a list of whole numbers, not 1.5."),
+        (b'{"prompt": "x", "n": "y", "n": 2}', "n must be a whole number or left out, not text."),
+        (b'{"n": "y", "prompt": NaN}', "n must be a whole number or left out, not text."),
+        (b'{"n": "y", "prompt": "' + b"x" * (2 << 20) + b'"}', "n must be a whole number or left out, not text."),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature cannot be read: Number out of range; 1e999 was given."),
+    ],
+)
+def test_a_body_is_refused_in_plain_words(body: bytes, words: str) -> None:
+    assert refused(body).message == words
+
+
+def test_messages_are_refused_with_an_example() -> None:
+    error = refused(b'{"messages": "hi"}', ChatBody)
+    assert error.message.startswith('messages must be a list of objects, not "hi"; send for example [{"role": ')
+    assert refused(b"{}", ChatBody).message.startswith("messages is missing; it must be a list of objects; send for")
 
 
 @pytest.mark.parametrize("rest", [b"NaN}", b'"\\ud800"}', b"[" * 1000])

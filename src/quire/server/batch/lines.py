@@ -9,13 +9,18 @@ Does not depend on the engine or on files.
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from quire.core.errors import QuireError, shown
+from quire.server.request.decode import body_error
 
 BEGINNING = b'{"id":"batch_req_'  # of every output line
 _MAX_MESSAGE = 200  # characters of a parser's message
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class InvalidLine(QuireError):
@@ -77,10 +82,10 @@ class BatchReply:
 def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
     """The request of an input line; raises `InvalidLine`."""
     try:
-        request = msgspec.json.decode(text, type=_RequestLine)
-        fields = msgspec.json.decode(request.body, type=_UnservedFields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidLine(f"Line {line} is not a request: {str(error)[:_MAX_MESSAGE]}.", custom_id_of(text)) from error
+        request = _decode(text, _RequestLine, "it")
+        fields = _decode(request.body, _UnservedFields, "body")
+    except QuireError as error:
+        raise InvalidLine(f"Line {line} is not a request: {error.message}", custom_id_of(text)) from error
     allowed = tuple(urls)
     if request.method != "POST" or request.url not in allowed:
         names = ", ".join(allowed)
@@ -93,6 +98,15 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
     if fields.background is True:
         raise InvalidLine(f"Line {line} asks for a background response; a batch waits for each.", request.custom_id)
     return BatchRequest(line, request.custom_id, request.url, bytes(request.body))
+
+
+def _decode(text: bytes | msgspec.Raw, kind: type[Kind], name: str) -> Kind:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise body_error(str(error), bytes(text), kind, name) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise QuireError(f"{str(error)[:_MAX_MESSAGE]}.") from error
 
 
 def custom_id_of(text: bytes) -> str | None:
@@ -111,6 +125,15 @@ def response_line(request: BatchRequest, reply: BatchReply) -> bytes:
         body = reply.body.decode(errors="replace")
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
     return _line(request.custom_id, response, None)
+
+
+def error_message(body: bytes) -> str:
+    """What the body of an error reply says, in the form of any of the APIs."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:_MAX_MESSAGE].decode(errors="replace")
 
 
 def error_line(line: int, invalid: InvalidLine) -> bytes:
