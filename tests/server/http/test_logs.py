@@ -91,12 +91,19 @@ def test_a_request_is_a_short_line_of_text() -> None:
     )
 
 
-@pytest.mark.parametrize("route", ["/health", "/ready", "/metrics"])
-def test_polled_routes_are_not_logged(route: str) -> None:
+@pytest.mark.parametrize("route", ["/health", "/ready", "/metrics", "/pages/chat.js"])
+def test_polled_routes_and_files_of_pages_are_not_logged(route: str) -> None:
     stream = io.StringIO()
     with logging_to(stream):
         log_request(RECORD._replace(route=route))
     assert stream.getvalue() == ""
+
+
+def test_a_file_of_a_page_that_failed_is_logged() -> None:
+    stream = io.StringIO()
+    with logging_to(stream):
+        log_request(RECORD._replace(route="/pages/chat.js", status=500, error_code="internal_error"))
+    assert "internal_error" in stream.getvalue()
 
 
 def record(event: str, **fields: object) -> logging.LogRecord:

@@ -27,6 +27,7 @@ _MAX_QUEUED_LINES = 8192
 _REST_S = 0.02
 _LAST_LINES_S = 1.0  # for the last lines, if the reader of the log is blocked
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics", "/engine/state"})  # polled every few seconds
+_PAGE_ASSETS = "/pages/"  # the scripts and styles of a page, whose own request is logged
 
 _LOST = "quire.log"  # the logger that reports dropped lines
 
@@ -36,7 +37,10 @@ _access = logging.getLogger("quire.access")
 
 
 def log_request(ended: RequestRecord) -> None:
-    """One line per request, for `secure(..., observers=[log_request])`."""
+    """One line per request, for `secure(..., observers=[log_request])`. Polled routes and the files that a page loads
+    have none, unless such a file failed."""
+    if ended.route.startswith(_PAGE_ASSETS) and ended.error_code is None:
+        return
     if ended.route in _NOT_LOGGED or not _access.isEnabledFor(logging.INFO):
         return
     fields: dict[str, object] = {
