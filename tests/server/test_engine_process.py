@@ -33,6 +33,7 @@ from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.request_stream import RequestStream
 from quire.sim.scripted_runner import counted
 from tests import children
+from tests.server.supervision import until, watched
 from tests.tiers import long_only
 
 LINES = """
@@ -64,20 +65,9 @@ class EngineHarness:
     async def response(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
         call = self.submit(text, params, streaming=streaming)
         try:
-            return await output(call)
+            return await call.output()
         finally:
             call.close()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():
-                await asyncio.sleep(0.01)
-
-
-async def output(call: RequestStream) -> RequestOutput:
-    while not isinstance(news := await call.receive(), RequestOutput):
-        pass
-    return news
 
 
 @asynccontextmanager
@@ -87,13 +77,8 @@ async def harness(
     script = folder / "script.jsonl"
     script.write_text(lines)
     made = EngineHarness(opened, script, EngineConfig(**config))  # type: ignore[arg-type]
-    await made.supervisor.first_start()
-    watching = asyncio.create_task(made.supervisor.watch())
-    try:
+    async with watched(made.supervisor):
         yield made
-    finally:
-        await made.supervisor.stop()
-        await watching
 
 
 def run(body: Awaitable[None]) -> None:
@@ -191,7 +176,7 @@ def test_an_error_reaches_only_its_own_request(in_harness):
         assert refused.value.status == 400 and refused.value.param == "prompt"
         with pytest.raises(QuireError, match="cannot be sent"):
             w.engine.submit([2**70], GREEDY, streaming=True)
-        assert (await output(good)).outputs[0].text == "Hello there."
+        assert (await good.output()).outputs[0].text == "Hello there."
         assert w.engine.num_requests == 0
 
     in_harness(body)
@@ -200,7 +185,7 @@ def test_an_error_reaches_only_its_own_request(in_harness):
 def test_a_slow_reader_gets_merged_deltas(in_harness):
     async def body(w: EngineHarness) -> None:
         call = w.submit("a secret")
-        await w.until(lambda: not w.engine.num_requests)
+        await until(lambda: not w.engine.num_requests)
         news = await call.receive()
         assert isinstance(news, Delta) and news.text == "Nobody knows. 🙂 日本語" and news.finish_reason == "stop"
         assert isinstance(await call.receive(), RequestOutput)
@@ -216,7 +201,7 @@ def test_an_aborted_request_releases_everything(in_harness):
             call.close()
             call.close()
         stats = lambda: w.engine.stats  # noqa: E731
-        await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
+        await until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
         assert w.engine.stats.num_free_blocks + w.engine.stats.num_evictable_blocks == w.engine.stats.num_blocks
         assert (await w.response("hi")).outputs[0].text == "Hello there."
 
@@ -231,14 +216,14 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(in_harness):
         pending = asyncio.create_task(w.engine.query("no such thing"))
         await asyncio.sleep(0)
         os.kill(w.supervisor.engine_pid, signal.SIGKILL)
-        failures = await asyncio.gather(*map(output, calls), return_exceptions=True)
+        failures = await asyncio.gather(*(call.output() for call in calls), return_exceptions=True)
         assert all(isinstance(each, EngineLost) for each in failures)
         assert len({id(each) for each in failures}) == 64  # each its own
         assert w.supervisor.health is Health.RESTARTING and w.supervisor.num_restarts == restarts
         with pytest.raises(EngineRestarting):
             w.submit("hi")
         await asyncio.gather(pending, return_exceptions=True)
-        await w.until(lambda: w.supervisor.health is Health.READY)
+        await until(lambda: w.supervisor.health is Health.READY)
         assert (await w.response("hi")).outputs[0].text == "Hello there." and w.supervisor.num_restarts == restarts + 1
 
     in_harness(body)
@@ -248,16 +233,16 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(in_harness, 
     async def body(w: EngineHarness) -> None:
         pid = w.supervisor.engine_pid
         call = w.submit("hi", SamplingParams(max_tokens=40))
-        await output(call)
+        await call.output()
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(supervising, "READY_WITHIN_S", 1.0)
-        await w.until(lambda: w.supervisor.health is Health.STALLED)
+        await until(lambda: w.supervisor.health is Health.STALLED)
         waiting = w.submit("hi")
         monkeypatch.setattr(supervising, "KILL_AFTER_S", 3.0)
         with pytest.raises(EngineLost):
             await waiting.receive()
         monkeypatch.undo()
-        await w.until(lambda: w.supervisor.health is Health.READY)
+        await until(lambda: w.supervisor.health is Health.READY)
         assert w.supervisor.engine_pid != pid
         assert (await w.response("hi")).outputs[0].text == "Hello there."
 
@@ -272,13 +257,13 @@ def test_a_loop_that_hangs_in_a_process_that_beats_is_killed_and_replaced(in_har
         stop_main_thread(pid)
         monkeypatch.setattr(supervising, "READY_WITHIN_S", 2.0)
         monkeypatch.setattr(supervising, "KILL_AFTER_S", 4.0)
-        await w.until(lambda: w.supervisor.health is Health.STALLED)
+        await until(lambda: w.supervisor.health is Health.STALLED)
         waiting = w.submit("hi")
         with pytest.raises(EngineLost):
             await waiting.receive()
         assert "no progress of the engine for 4 s" in caplog.text and "no heartbeat" not in caplog.text
         monkeypatch.undo()
-        await w.until(lambda: w.supervisor.health is Health.READY)
+        await until(lambda: w.supervisor.health is Health.READY)
         assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     in_harness(body)
@@ -408,11 +393,11 @@ def test_an_embedding_crosses_the_wire(in_harness):
         ids = w.tokenizer.encode("a secret")
         call = w.engine.submit(ids, EMBEDDING, pooled=True)
         counts = counted(np.array(ids))
-        found = (await output(call)).embedding
+        found = (await call.output()).embedding
         assert found is not None and found.tolist() == unit(counts).tolist()
         assert call.state.metrics.first_token_s is not None
         with pytest.raises(NumericalError):
-            await output(w.engine.submit(w.tokenizer.encode("boom"), EMBEDDING, pooled=True))
+            await w.engine.submit(w.tokenizer.encode("boom"), EMBEDDING, pooled=True).output()
         left = w.engine.submit(ids, EMBEDDING, pooled=True)
         left.close()
         assert (await w.response("hi")).outputs[0].text == "Hello there."

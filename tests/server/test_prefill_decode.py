@@ -43,6 +43,7 @@ from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.server.prefill_decode import PrefillEngines, SplitRequest
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 from quire.server.request_stream import RequestStream
+from tests.server.supervision import until, watched
 from tests.server.test_async_engine import INFO
 
 Message = TypeVar("Message")
@@ -87,19 +88,16 @@ class Split:
         os.kill(process, number)
 
     async def until(self, prefill: Health) -> None:
-        async with asyncio.timeout(60):
-            while self.supervisor.prefill[0].health is not prefill:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.supervisor.prefill[0].health is prefill)
 
     async def assert_nothing_is_held(self) -> None:
         """Every block of both engines is free or cached, once the latest statistics have come."""
-        async with asyncio.timeout(20):
-            for engine in (*self.engine.engines, *self.split.engines):
-                while True:
-                    stats = engine.stats
-                    if stats is not None and stats.num_blocks == stats.num_free_blocks + stats.num_evictable_blocks:
-                        break
-                    await asyncio.sleep(0.05)
+        await until(lambda: all(map(holds_nothing, (*self.engine.engines, *self.split.engines))))
+
+
+def holds_nothing(engine: AsyncEngine) -> bool:
+    stats = engine.stats
+    return stats is not None and stats.num_blocks == stats.num_free_blocks + stats.num_evictable_blocks
 
 
 def always(num_prompt: int, *loads: object) -> SplitChoice:
@@ -110,16 +108,9 @@ def always(num_prompt: int, *loads: object) -> SplitChoice:
 @asynccontextmanager
 async def two_engines(config: EngineConfig, script: str | None) -> AsyncIterator[Split]:
     made = Split(open_model(config), config, script)
-    await made.supervisor.first_start()
-    watching = asyncio.create_task(made.supervisor.watch())
-    try:
-        async with asyncio.timeout(60):
-            while not all(each.costs.known for each in (*made.engine.engines, *made.split.engines)):
-                await asyncio.sleep(0.01)
+    async with watched(made.supervisor):
+        await until(lambda: all(each.costs.known for each in (*made.engine.engines, *made.split.engines)))
         yield made
-    finally:
-        await made.supervisor.stop()
-        await watching
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -271,9 +262,7 @@ class Bench:
 
     async def until_asked(self, count: int) -> None:
         """For so many leases, by the time that chunks are predicted to take."""
-        async with asyncio.timeout(20):
-            while sum(isinstance(each, LeasePrefix) for each in self.wires[1].sent) < count:
-                await asyncio.sleep(0.001)
+        await until(lambda: sum(isinstance(each, LeasePrefix) for each in self.wires[1].sent) >= count, every_s=0.001)
 
 
 async def turns() -> None:

@@ -30,6 +30,7 @@ from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine, RestartRunning
 from quire.server.request_stream import RequestStream
 from tests.clients.client_server import SMALL, scripted
+from tests.server.supervision import until, watched
 
 LINES = """{"step_ms": 2}
 {"say": "on and on ", "end": false, "when": "endless"}
@@ -111,14 +112,10 @@ class Replicas:
         return self.engine.submit(self.tokenizer.encode(text), params, streaming=streaming)
 
     async def until_moved(self, num_requests: int) -> None:
-        async with asyncio.timeout(60):
-            while self.num_moved < num_requests:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.num_moved >= num_requests)
 
     async def until(self, *health: Health) -> None:
-        async with asyncio.timeout(60):
-            while tuple(each.health for each in self.supervisor.supervisors) != health:
-                await asyncio.sleep(0.01)
+        await until(lambda: tuple(each.health for each in self.supervisor.supervisors) == health)
 
 
 @asynccontextmanager
@@ -128,20 +125,13 @@ async def two_replicas(
     script = folder / "script.jsonl"
     script.write_text(LINES)
     made = Replicas(opened, script, limits)
-    await made.supervisor.first_start()
-    watching = asyncio.create_task(made.supervisor.watch())
-    try:
+    async with watched(made.supervisor):
         yield made
-    finally:
-        await made.supervisor.stop()
-        await watching
 
 
 async def output(call: RequestStream) -> RequestOutput | EngineLost:
     try:
-        while not isinstance(item := await call.receive(), RequestOutput):
-            pass
-        return item
+        return await call.output()
     except EngineLost as lost:
         return lost
     finally:
@@ -214,24 +204,22 @@ def test_replicas_within_limits_follow_the_queue_and_lose_nothing(default_model_
     async def body() -> None:
         async with two_replicas(open_model(EngineConfig()), tmp_path, ReplicaLimits(1, 2, 0.5)) as replicas:
 
-            async def until(count: int) -> None:
-                async with asyncio.timeout(60):
-                    while [load.health for load in replicas.supervisor.loads()] != ["ready"] * count:
-                        await asyncio.sleep(0.05)
+            async def until_ready(count: int) -> None:
+                await until(lambda: [load.health for load in replicas.supervisor.loads()] == ["ready"] * count)
 
-            await until(1)
+            await until_ready(1)
             calls = [replicas.submit(f"endless {number}", max_tokens=4000) for number in range(16)]
             reading = [asyncio.create_task(output(call)) for call in calls]
-            await until(2)
+            await until_ready(2)
             later = await output(replicas.submit("hi"))
             assert isinstance(later, RequestOutput) and replicas.engine.num_submitted[1] == 1, "to the new one"
             for task in reading[8:]:  # what waits
                 task.cancel()
-            await until(1)
+            await until_ready(1)
             assert replicas.engine.info is not None and replicas.engine.info.max_num_seqs == 8
             assert [end for end in await asyncio.gather(*reading[:8]) if not isinstance(end, RequestOutput)] == []
             assert await replicas.supervisor.rolling_restart() == 1, "its successor is started first"
-            await until(1)
+            await until_ready(1)
             assert [load.replica for load in replicas.supervisor.loads()] == [1]
             assert isinstance(await output(replicas.submit("hi")), RequestOutput) and replicas.num_moved == 0
 
