@@ -76,7 +76,19 @@ def test_a_mistyped_variable_is_told_and_one_of_kubernetes_is_not(
     [
         ("prot = 1", "has 'prot', which is not an option of quire serve. Did you mean port?"),
         ("zzzzzz = 1", "quire serve --print-config lists all of them"),
-        ("[engine]\nport = 1", "has 'engine', which is not an option"),
+        (
+            "[engine]\nport = 1",
+            "has the table [engine], which quire serve does not read. Its only tables are [models.NAME]",
+        ),
+        (
+            "[modls.a]\nmodel = 'x'",
+            "has the table [modls.a], which quire serve does not read. Did you mean [models.a]?",
+        ),
+        ("[Model.a]\nmodel = 'x'", "Did you mean [models.a]?"),
+        ("[model]\nname = 'x'", "Did you mean [models.NAME]?"),
+        ("[port]\nnumber = 1", "Write port = … on a line of its own, above all tables."),
+        ("[models.a.b]\nmodel = 'x'", "[models.a], has 'b', which is not an option of one model"),
+        ("[[models]]\nmodel = 'x'", "has models that are not tables; write [models.NAME]"),
         ("models = 1", "has models that are not tables; write [models.NAME]"),
         ("[models.a]\nport = 1", "[models.a], has 'port', which is not an option of one model"),
         ("[models.a]\nmax-model-len = 'long'", "[models.a], has max-model-len: 'long'"),

@@ -54,8 +54,27 @@ def read_config(path: Path, params: list[click.Parameter]) -> dict[str, Any]:
     tables = values.pop(_MODELS, {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"--config {path} has models that are not tables; write [models.NAME].", param="config")
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise _not_a_table(path, key, value, known)
     found = dict(_parameter(path, key, value, known) for key, value in values.items())
     return {**found, _MODELS: tables} if tables else found
+
+
+def _not_a_table(path: Path, key: str, table: Mapping[str, Any], known: Mapping[str, click.Parameter]) -> ConfigError:
+    inner = next((name for name, value in table.items() if isinstance(value, dict)), None)
+    written = f"[{key}]" if inner is None else f"[{key}.{inner}]"
+    if get_close_matches(key.lower(), [_MODELS], n=1):
+        hint = f"Did you mean [{_MODELS}.{inner or 'NAME'}]?"
+    elif key.replace("_", "-") in known:
+        hint = f"Write {key} = … on a line of its own, above all tables."
+    else:
+        hint = (
+            "Its only tables are [models.NAME], one for each of several models; options stand above them, without one."
+        )
+    return ConfigError(
+        f"--config {path} has the table {written:.80}, which quire serve does not read. {hint}", param="config"
+    )
 
 
 def read_tables(ctx: click.Context) -> tuple[ModelTable, ...]:
