@@ -5,8 +5,16 @@ from types import FrameType
 
 import pytest
 
-from quire.bench.environment import InstructionCounter
-from quire.bench.scheduler import ROUND, TURNOVERS, WARM, PlanningBench, PlanningSetting, RandomPrompts, measure
+from quire.bench.scheduler import (
+    ROUND,
+    TURNOVERS,
+    WARM,
+    InstructionCounter,
+    PlanningBench,
+    PlanningSetting,
+    RandomPrompts,
+    measure,
+)
 from tests.sched.inspection import state_of
 
 

@@ -17,7 +17,7 @@ from quire.catalog.locate import missing_files
 from quire.catalog.names import DEFAULT_MODEL, HubName
 from quire.catalog.store import FetchPhase, FetchProgress, ignore
 from quire.cli.models import ModelState, entries
-from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
+from quire.core.errors import ConfigError, FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 NAME = HubName("org/name", None)
 
@@ -52,6 +52,12 @@ def install(monkeypatch: pytest.MonkeyPatch, download: FakeDownload) -> FakeDown
     monkeypatch.setattr(hub, "snapshot_download", download)
     monkeypatch.setattr(hub, "list_files", lambda repository, revision, token: [])
     return download
+
+
+@pytest.mark.parametrize("token", ["hf_é", "hf_a\nb"])
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match="characters that a header cannot carry"):
+        hub.fetch(NAME, revision=None, token=token, report=ignore)
 
 
 def test_a_whole_model_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """An error of the user ends in one sentence on stderr and an exit status, without a traceback."""
 
+import errno
 import os
 import socket
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli import bench_scheduler, models
 from quire.cli.main import app
 from quire.cli.serve import port_owner
 from quire.config import _FOREIGN, EngineConfig, foreign_hint
@@ -175,3 +177,33 @@ def test_hints_for_options_of_other_engines_name_options_that_exist() -> None:
     assert {word.rstrip(",;.") for hint in hints for word in hint.split() if word.startswith("--")} <= here
     assert not here & {"--" + name.replace("_", "-") for name in _FOREIGN}
     assert {field.name for field in fields(EngineConfig)} & set(_FOREIGN) == {"seed"}
+
+
+def test_a_path_that_cannot_be_used_is_one_sentence(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(as_json: bool) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/a.gguf")
+
+    monkeypatch.setattr(models, "list_models", refused)
+    result = quire("list")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == "quire: Cannot use /models/a.gguf: Permission denied. Check the path and its permissions.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("list", "\nInterrupted.\n"),
+        ("bench scheduler --rows 1", "\nInterrupted.\n"),
+        ("pull org/name", "Interrupted. The same command resumes it.\n"),
+        ("pull smollm2", "Interrupted. Nothing was kept; the same command begins again.\n"),
+    ],
+)
+def test_control_c_says_what_goes_on(quire: Shell, monkeypatch: pytest.MonkeyPatch, line: str, words: str) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "list_models", interrupted)
+    monkeypatch.setattr(models, "locate", interrupted)
+    monkeypatch.setattr(bench_scheduler, "scheduler", interrupted)
+    result = quire(*line.split())
+    assert (result.status, result.out, result.err) == (130, "", words)

@@ -68,6 +68,6 @@ def test_control_c_ends_a_start() -> None:
         running.stderr.readline()  # the headline: now it loads
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate()
-        assert running.returncode == 1
+        assert running.returncode == 130
         assert output == ""
-        assert "Traceback" not in errors and "Aborted!" in errors
+        assert "Traceback" not in errors and "Interrupted." in errors

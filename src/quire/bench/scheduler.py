@@ -5,12 +5,17 @@ decode, with their block boundaries spread evenly; one step in flight. In the st
 finishes; with turnover, one row of a hundred finishes in each step and another request takes its row. Only `plan` and
 `absorb` are timed, in CPU time of the thread, so that other programs do not count. A figure is the lower quartile over
 rounds of the mean over the steps of a round, so that rare events are included. Settings are
-interleaved, round by round.
+interleaved, round by round. On Linux with access to hardware counters, instructions of the thread are counted too.
 
 Plots are curves over a logarithmic axis: SVG for a file, bars for a terminal.
 """
 
+import ctypes
+import os
+import platform
 import statistics
+import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -21,7 +26,6 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from quire.bench.environment import InstructionCounter
 from quire.core.ids import IntArray, RequestId
 from quire.core.process import gc_undisturbed
 from quire.core.request import Request
@@ -40,6 +44,62 @@ _PROMPT = 64  # tokens, plus up to one block
 _CACHED = 512  # tokens of each text in the prefix cache before the measurement
 _LIFE = 100  # steps of a request with turnover
 _VOCAB_SIZE = 1 << 15
+
+_SYSCALLS = {"x86_64": 298, "aarch64": 241}  # perf_event_open
+_ATTRIBUTE_BYTES = 128
+_INSTRUCTIONS = 1  # PERF_COUNT_HW_INSTRUCTIONS of PERF_TYPE_HARDWARE
+_USER_ONLY = (1 << 5) | (1 << 6)  # exclude the kernel and the hypervisor
+
+
+class InstructionCounter:
+    """Sums CPU nanoseconds and instructions between `start` and `stop`."""
+
+    __slots__ = ("_counter", "_started_instructions", "_started_ns", "instructions", "ns")
+
+    def __init__(self) -> None:
+        self._counter = _open_counter()
+        self._started_ns = 0
+        self._started_instructions = 0
+        self.ns = 0
+        self.instructions = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether instructions are counted."""
+        return self._counter is not None
+
+    def clear(self) -> None:
+        self.ns = self.instructions = 0
+
+    def start(self) -> None:
+        if self._counter is not None:
+            self._started_instructions = _read_counter(self._counter)
+        self._started_ns = time.thread_time_ns()
+
+    def stop(self) -> None:
+        self.ns += time.thread_time_ns() - self._started_ns
+        if self._counter is not None:
+            self.instructions += _read_counter(self._counter) - self._started_instructions
+
+    def close(self) -> None:
+        if self._counter is not None:
+            os.close(self._counter)
+            self._counter = None
+
+
+def _open_counter() -> int | None:
+    """The descriptor of a perf event that counts this thread's instructions; None without access to it."""
+    number = _SYSCALLS.get(platform.machine())
+    if platform.system() != "Linux" or number is None:
+        return None
+    attribute = struct.pack("=IIQ", 0, _ATTRIBUTE_BYTES, _INSTRUCTIONS).ljust(40, b"\0") + struct.pack("=Q", _USER_ONLY)
+    buffer = ctypes.create_string_buffer(attribute, _ATTRIBUTE_BYTES)
+    counter = ctypes.CDLL(None).syscall(number, buffer, 0, -1, -1, 0)
+    return counter if counter >= 0 else None
+
+
+def _read_counter(counter: int) -> int:
+    return int.from_bytes(os.read(counter, 8), "little")
 
 
 class PlanningSetting(NamedTuple):

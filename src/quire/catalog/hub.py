@@ -25,7 +25,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from quire.catalog.locate import gguf_files, missing_files
 from quire.catalog.names import HubName, quantizations, suggest
 from quire.catalog.store import CHUNK_BYTES, FetchPhase, FetchProgress, Report, check_space, ignore
-from quire.core.errors import BrokenModelFile, FetchFailed, ModelNotFound, QuireError, UnsupportedModel
+from quire.core.errors import BrokenModelFile, ConfigError, FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 _PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 # Subfolders hold other formats (original/, onnx/); `consolidated` is a second copy of the same weights.
@@ -44,6 +44,8 @@ class HubFile(NamedTuple):
 
 def fetch(hub_name: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
     """The folder, or the one GGUF file, of a hub model. An interrupted download is resumed."""
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise ConfigError("The token has characters that a header cannot carry; copy it again.", param="token")
     with suppress(Exception):  # not in the cache: the exception depends on the version of the library
         return find_cached(hub_name, revision)
     try:

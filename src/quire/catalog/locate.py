@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 from quire.catalog.names import DEFAULT_MODEL, HubName, WheelModel, hub_name, short_name, suggest
 from quire.catalog.store import Report, ignore, models_folder
 from quire.catalog.wheel import fetch
-from quire.core.errors import ConfigError, ModelNotFound
+from quire.core.errors import ConfigError, ModelNotFound, shown
 
 Kind = Literal["folder", "gguf"]
 
@@ -43,6 +43,8 @@ def _look(path: Path) -> ModelFiles | NoModel:
         if path.suffix.lower() == ".gguf":
             return ModelFiles(path, "gguf")
         return NoModel("is not a .gguf file; give the folder that has config.json, or a .gguf file")
+    if path.exists() and not path.is_dir():
+        return NoModel("is neither a .gguf file nor a folder")
     # An adapter is not a model; opening the folder refuses it with a better message.
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return ModelFiles(path, "folder")
@@ -128,8 +130,8 @@ def find_model(model: str | None, revision: str | None, folder: Path) -> Located
     if on_hub is not None:
         return on_hub
     if text.lower().endswith(".gguf") or text[0] in "./~":
-        raise ModelNotFound(f"There is no file or folder {text}. {suggest(text)}")
-    raise ModelNotFound(f"There is no model {text!r}. {suggest(text, tuple(here))}")
+        raise ModelNotFound(f"There is no file or folder {text:.200}. {suggest(text)}")
+    raise ModelNotFound(f"There is no model {shown(text)}. {suggest(text, tuple(here))}")
 
 
 def fetched_models(folder: Path) -> dict[str, Located]:

@@ -12,13 +12,13 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import err, progress_bars
 from quire.cli.options import check_serving, engine_config
 from quire.cli.served_model_options import read_served_model
+from quire.cli.streams import INTERRUPTED
 from quire.engine.open_model import open_model
 from quire.engine.startup import StartupPhase
 from quire.version import __version__
 
 _STANDARD = "-"  # stdin or stdout instead of a file
 _MAX_WAITING = 4096
-_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
 def batch(source: str, target: str, model: str | None, given: Mapping[str, Any]) -> int:
@@ -55,12 +55,15 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
                 counts = run_batch(server, settings)
             except KeyboardInterrupt:
                 err.print(_interrupted(target, output.num_written))
-                return _INTERRUPTED
+                return INTERRUPTED
     summary = [f"{counts.num_answered} answered"]
     summary += [f"{counts.num_refused} refused"] if counts.num_refused else []
     summary += [f"{counts.num_unreadable} unreadable"] if counts.num_unreadable else []
     summary += [f"{counts.num_skipped} answered before"] if counts.num_skipped else []
-    err.print(", ".join(summary) + ".")
+    err.print(", ".join(summary) + "." if counts.num_lines else f"{source} has no requests.")
+    if counts.first_problem is not None:
+        where = "The output" if target == _STANDARD else target
+        err.print(f"{counts.first_problem} {where} has the reason of each.")
     return 0 if counts.clean else 1
 
 

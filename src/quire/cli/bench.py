@@ -20,6 +20,7 @@ from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import (
     DraftsType,
     FiniteRange,
+    OutputFile,
     check_packages,
     engine_settings,
     integer_list,
@@ -269,7 +270,7 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
               help="With --planted: of a request in a step, at most.")  # fmt: skip
 @click.option("--input", "num_input", type=click.IntRange(1), default=512, show_default=True,
               help="With --planted: tokens of each prompt.")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--plot", type=OutputFile(), metavar="FILE",
               help="With --planted: write the gain by number of requests as SVG.")  # fmt: skip
 @click.option("--load-format", type=click.Choice(("auto", "dummy")), default="auto", show_default=True,
               help="dummy: random weights.")  # fmt: skip
@@ -467,9 +468,9 @@ def _load_options(command: Command) -> Command:
 @_load_options
 @click.option("--level", "levels", multiple=True, callback=_levels, default=("500/30", "2000/100"), show_default=True,
               metavar="TTFT/TPOT", help="Service level for the goodput, in ms; several times.")  # fmt: skip
-@click.option("--events", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--events", type=OutputFile(), metavar="FILE",
               help="Write the raw events, one request per line.")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--plot", type=OutputFile(), metavar="FILE",
               help="Write latencies by percentile as SVG.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def serve(levels: "tuple[ServiceLevel, ...]", events: Path | None, plot: Path | None, as_json: bool,
@@ -518,7 +519,7 @@ def capacity(levels: "tuple[ServiceLevel, ...]", tolerance: float, as_json: bool
               help="Simulated: more GPUs than these are used as the largest number up to here.")  # fmt: skip
 @click.option("--tolerance", type=FiniteRange(0, 1, min_open=True), default=0.05, show_default=True,
               help="Simulated: a search ends when the rate is known within this fraction.")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--plot", type=OutputFile(), metavar="FILE",
               help="Simulated: write goodput per GPU as SVG.")  # fmt: skip
 @click.option("--model", metavar="NAME", help="With --engines: a model. Default: the default model.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="With --engines: of each.")

@@ -14,6 +14,7 @@ from quire.catalog.names import short_name
 from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
     FiniteRange,
+    OutputFile,
     batch_options,
     check_batch_files,
     check_model,
@@ -30,7 +31,7 @@ from quire.cli.options import (
     sampling_options,
     serving_options,
 )
-from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
+from quire.cli.streams import INTERRUPTED, flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
 from quire.core.errors import ConfigError, QuireError
 
@@ -169,9 +170,17 @@ class QuireGroup(click.Group):
             if args[0] in _OTHER_COMMANDS and ctx.parent is None:
                 ctx.fail(f"There is no command {args[0]!r}: {_OTHER_COMMANDS[args[0]]}.")
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
+            shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(shown)}."
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click would say "Aborted!", with status 1
+            print("\nInterrupted.", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
 
 
 class BenchGroup(QuireGroup):
@@ -421,19 +430,17 @@ def doctor(as_json: bool) -> None:
               "pipeline: two stages. cuda: on a GPU.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
 @click.option("--trial", type=int, help="Run only the scenario with this seed.")
-@click.option("--record", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+@click.option("--record", type=OutputFile(), metavar="FILE",
               help="Run one scenario and write its journal, for quire replay.")  # fmt: skip
 @click.option("--part", hidden=True, help="Internal: one of several jobs.")
 def check(
-    steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: str | None, part: str | None
+    steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: Path | None, part: str | None
 ) -> None:
     """Run random workloads through the scheduler and compare with an exact oracle. The last line is one JSON object."""
     from quire.cli.check import CheckOptions
     from quire.cli.check import check as work
 
-    raise SystemExit(
-        work(CheckOptions(steps, seed, runner, jobs, part, trial, None if record is None else Path(record)))
-    )
+    raise SystemExit(work(CheckOptions(steps, seed, runner, jobs, part, trial, record)))
 
 
 @app.command()
@@ -510,7 +517,7 @@ def bench_overhead(
 @click.option("--waiting", callback=integer_list(0, 10_000_000), default="0,100,10000,100000", show_default=True,
               metavar="N,N,…", help="Numbers of waiting requests.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds of 64 steps each.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the curves to this SVG file.")
+@click.option("--plot", type=OutputFile(), help="Write the curves to this SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of the table.")
 def bench_scheduler(
     rows: tuple[int, ...], waiting: tuple[int, ...], rounds: int, plot: Path | None, as_json: bool

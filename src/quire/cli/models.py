@@ -18,8 +18,9 @@ from quire.catalog.locate import Located, fetched_models, locate
 from quire.catalog.names import DEFAULT_MODEL, SHORT_NAMES, HubName, short_name
 from quire.catalog.store import Report, models_folder, present
 from quire.catalog.store import verify as verify_file
-from quire.cli.console import out, progress_bars, size
-from quire.core.errors import ModelNotFound
+from quire.cli.console import err, out, progress_bars, size
+from quire.cli.streams import INTERRUPTED
+from quire.core.errors import ModelNotFound, shown
 from quire.formats.presets import SHAPES
 
 
@@ -92,8 +93,14 @@ def list_models(as_json: bool) -> None:
 
 def pull(model: str | None, revision: str | None, token: str | None) -> None:
     """Download a model; print its path."""
-    with progress_bars() as bars:
-        located = locate(model, fetch_hub=_fetch_hub, revision=revision, token=token, report=bars.fetched)
+    try:
+        with progress_bars() as bars:
+            located = locate(model, fetch_hub=_fetch_hub, revision=revision, token=token, report=bars.fetched)
+    except KeyboardInterrupt:
+        is_whole = short_name(model or DEFAULT_MODEL.name) is not None  # one file, by pip
+        again = "Nothing was kept; the same command begins again." if is_whole else "The same command resumes it."
+        err.print(f"Interrupted. {again}")
+        raise SystemExit(INTERRUPTED) from None
     print(located.path)
 
 
@@ -140,12 +147,12 @@ def remove(names: Sequence[str]) -> None:
     listed = {entry.name.lower(): entry for entry in entries() if entry.state is ModelState.PRESENT}
     aliases = {alias: known.name for known in SHORT_NAMES for alias in known.aliases}
     chosen = []
-    for name in names:
+    for name in map(str.strip, names):
         entry = listed.get(aliases.get(name.lower(), name.lower()))
         if entry is None:
             near = get_close_matches(name.lower(), listed, n=1)
             hint = f" Did you mean {listed[near[0]].name}?" if near else ""
-            raise ModelNotFound(f"There is no model {name!r} to remove; `quire list` shows what is here.{hint}")
+            raise ModelNotFound(f"There is no model {shown(name)} to remove; `quire list` shows what is here.{hint}")
         chosen.append(entry)
     from quire.catalog.hub import cached_models, remove_cached
 

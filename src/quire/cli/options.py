@@ -44,6 +44,19 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class OutputFile(click.Path):
+    """A file to write at the end of a measurement: where its folder is missing, it is refused before."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {path.parent}; create it first.", param, ctx)
+        return path
+
+
 def integer_list(low: int, high: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
     """The callback of an option such as `16,64,256`. Every integer is within the bounds."""
 
@@ -431,7 +444,11 @@ def check_model(model: str | None, given: Mapping[str, object]) -> None:
 
 
 def check_batch_files(source: str, target: str) -> None:
-    """Refuse an input that cannot be read, and an output that is the input, before the command is imported."""
+    """Refuse an input that cannot be read, and an output that is the input or has no folder, before the command is
+    imported."""
+    folder = Path(target).parent
+    if target != "-" and not folder.is_dir():
+        raise ConfigError(f"Cannot write {target}: there is no folder {folder}; create it first.", param="output")
     if source == "-":
         return
     try:

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
+INTERRUPTED = 130  # the status that shells expect after Ctrl-C
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ELOOP,
+                errno.ENAMETOOLONG)  # fmt: skip
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -30,7 +33,8 @@ def open_streams() -> None:
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush stdout before the command ends. A full disk or a closed pipe ends it with status 1, without a traceback."""
+    """Flush stdout before the command ends. A full disk or a closed pipe ends it with status 1, a path that cannot be
+    used with status 2, without a traceback."""
     try:
         try:
             yield
@@ -40,6 +44,10 @@ def flushed_output() -> Iterator[None]:
         _discard_output()
         raise SystemExit(1) from None
     except OSError as error:
+        if error.errno in _PATH_ERRORS and error.filename is not None:
+            why = f"{error.strerror}. Check the path and its permissions."
+            print(f"quire: Cannot use {os.fsdecode(error.filename)}: {why}", file=sys.stderr)
+            raise SystemExit(2) from None
         if error.errno not in _DISK_ERRORS:
             raise
         _discard_output()

@@ -108,7 +108,11 @@ def sample(name: str) -> list[TraceRow]:
         chats = [TraceRow(0.02 * number, 256, 1500) for number in range(32)]
         return chats + [TraceRow(4.0 + 2 * number, 8192, 8) for number in range(_STALL_PROMPTS)]
     if name not in _FILES:
-        raise ConfigError(f"There is no sample {name!r}; there are {', '.join(SAMPLES)}.", param="workload")
+        raise ConfigError(
+            f"There is no sample and no file {shown(name)}; there are {', '.join(SAMPLES)}, or name a trace, .csv or "
+            f".jsonl.",
+            param="workload",
+        )
     file = resources.files("quire.workload") / "data" / _FILES[name]
     return parse_trace(file.read_bytes(), file.name)
 
@@ -116,7 +120,8 @@ def sample(name: str) -> list[TraceRow]:
 def trace_rows(trace: str) -> list[TraceRow]:
     """The requests of a file, or of a sample in the package."""
     path = Path(trace)
-    return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(trace)
+    named_as_file = path.suffix in (".csv", ".jsonl", ".gz") or (trace not in SAMPLES and path.exists())
+    return read_trace(path) if named_as_file else sample(trace)
 
 
 class TraceWindow(NamedTuple):

@@ -100,6 +100,7 @@ def test_every_endpoint_and_every_error_in_one_file(run_here: Callable[..., Comm
     done = run_here(str(source), "-o", str(target))
     assert done.status == 1, done.err
     assert "4 answered, 2 refused, 4 unreadable." in done.err
+    assert "Line 3 is not a request: " in done.err and f"{target} has the reason of each." in done.err
     received = entries(target.read_bytes())
     good = {entry["custom_id"]: entry["response"] for entry in received if entry["response"] is not None}
     assert set(good) == set("abcfgh") and len({entry["id"] for entry in received}) == len(received) == 10

@@ -115,5 +115,7 @@ def test_a_constraint_that_cannot_be_kept_is_refused_by_name(fields: dict[str, o
 
 
 def test_an_unknown_constraint_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidParameter, match="is not a field; the fields are json, json_object, regex, choice, grammar,"):
+    with pytest.raises(
+        InvalidParameter, match="is not a field; the fields are json, json_object, regex, choice, grammar,"
+    ):
         grammar_of_chat(structured_outputs={"lark": 'start: "x"'})

@@ -108,10 +108,11 @@ def replay(path: Path) -> ReplayReport:
 
 def read_journal(path: Path) -> JournalContents:
     """Read a journal up to the first record that is missing or unreadable. Raises `BrokenJournal`."""
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:  # before the rest, which may have no end
+            raise BrokenJournal(f"{path} is not a quire journal; `quire serve --record FILE` writes one.")
+        data = MAGIC + file.read()
     decoder = RecordDecoder(data)
-    if data[: len(MAGIC)] != MAGIC:
-        raise BrokenJournal(f"{path} is not a quire journal; `quire serve --record FILE` writes one.")
     decoder.raw(len(MAGIC))
     try:
         version = decoder.raw(1)[0]

@@ -20,6 +20,7 @@ from quire.server.batch.lines import (
     FinishedLines,
     InvalidLine,
     error_line,
+    error_message,
     read_line,
     response_line,
 )
@@ -90,6 +91,7 @@ class BatchCounts:
     num_refused: int = 0  # answered with an error
     num_unreadable: int = 0
     num_skipped: int = 0  # answered by an earlier run
+    first_problem: str | None = None  # of a line that was refused or could not be read
 
     @property
     def num_lines(self) -> int:
@@ -135,6 +137,7 @@ class BatchRunner:
                 self.counts.num_answered += 1
             else:
                 self.counts.num_refused += 1
+                self._note_problem(f"Line {request.line} was refused: {error_message(reply.body)}")
             self._write(response_line(request, reply), reply.status == 200)
             self._report(self.counts)
 
@@ -161,6 +164,7 @@ class BatchRunner:
                     request = self._read(number, text)
                 except InvalidLine as invalid:
                     self.counts.num_unreadable += 1
+                    self._note_problem(invalid.message)
                     self._write(error_line(number, invalid), False)
                     self._report(self.counts)
                     continue
@@ -169,6 +173,9 @@ class BatchRunner:
                 self.counts.num_skipped += 1
                 self._report(self.counts)
         return None
+
+    def _note_problem(self, sentence: str) -> None:
+        self.counts.first_problem = self.counts.first_problem or sentence
 
     def _read(self, number: int, text: bytes) -> BatchRequest:
         request = read_line(number, text, URLS)
