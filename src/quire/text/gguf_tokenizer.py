@@ -9,6 +9,7 @@ Each regex splits the parts that the one before left; text that no regex matches
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
@@ -277,20 +278,23 @@ def _merge(line: str) -> tuple[str, str]:
 
 
 def _merges_by_score(pieces: GgufTokens, scores: Sequence[float]) -> Merges:
-    """SentencePiece merges the adjacent pair with the best score: lists all splits of each token, best first."""
-    normal = {
-        text: token_id
-        for token_id, (text, kind) in enumerate(zip(pieces.texts, pieces.types, strict=True))
-        if kind == TokenType.NORMAL
-    }
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for text, token_id in normal.items():
-        cuts = [(text[:place], text[place:]) for place in range(1, len(text))]
-        known = [(left, right) for left, right in cuts if left in normal and right in normal]
-        known.sort(key=lambda cut: (normal[cut[0]], normal[cut[1]]))
-        ranked += [(scores[token_id], len(left), len(right), left, right) for left, right in known]
-    ranked.sort(key=lambda entry: entry[:3], reverse=True)
-    return [(left, right) for _, _, _, left, right in ranked]
+    """SentencePiece merges the adjacent pair with the best score: lists all splits of each token, best first.
+
+    Of equal scores the longer left part comes first, then the longer right part, then the lower id.
+    """
+    listed = zip(pieces.texts, scores, pieces.types, strict=True)
+    normal = {text: score for text, score, kind in listed if kind == TokenType.NORMAL}
+    merges: Merges = []
+    for _, tied in groupby(sorted(normal, key=normal.__getitem__, reverse=True), key=normal.__getitem__):
+        first = len(merges)
+        count = 0
+        for count, text in enumerate(tied, 1):  # noqa: B007  # the number of tokens with this score
+            for place in range(len(text) - 1, 0, -1):
+                if text[:place] in normal and text[place:] in normal:
+                    merges.append((text[:place], text[place:]))
+        if count > 1:  # most scores are one token's, whose splits are in order
+            merges[first:] = sorted(merges[first:], key=lambda cut: (-len(cut[0]), -len(cut[1])))
+    return merges
 
 
 def _add_tokens(backend: Backend, pieces: GgufTokens) -> None:
