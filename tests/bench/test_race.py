@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ settings = json.loads(sys.argv[1])
 print("a library prints this", file=sys.stderr)
 def answer(**fields):
     print(json.dumps(fields), flush=True)
+if settings.get("breaks") == "as built for another CPU":
+    os.kill(os.getpid(), 4)
 if settings.get("breaks") == "at start":
     sys.exit("the model cannot be read")
 if settings.get("restarts") and "attempt" not in settings:
@@ -150,6 +153,12 @@ def test_a_peer_that_fails_is_left_out(tmp_path: Path, breaks: str, reason: str,
 def test_without_quire_there_is_no_race(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"quire: ValueError: no such model"):
         race([entry(tmp_path, "quire", ours=True, breaks="with an answer"), entry(tmp_path, "peer")])
+
+
+def test_a_peer_built_for_another_cpu_says_how_to_build_it(tmp_path: Path) -> None:
+    peer = replace(entry(tmp_path, "peer", breaks="as built for another CPU"), rebuild="build it again so")
+    failures = race([entry(tmp_path, "quire", ours=True), peer]).failures
+    assert "instructions that this CPU has not (build it again so)" in failures["peer"]
 
 
 def test_a_start_without_failed_attempts_is_the_one_that_counts(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class RaceEntry:
     settings: Mapping[str, object]
     ours: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)  # beside our own
+    rebuild: str = ""  # what to type where its build has instructions that this CPU has not
 
 
 class RaceRun(NamedTuple):
@@ -178,7 +179,8 @@ class RaceProcess:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-        return f"its process ended with {describe_status(status)}: {last}"
+        remedy = f" ({self.entry.rebuild})" if status == -signal.SIGILL and self.entry.rebuild else ""
+        return f"its process ended with {describe_status(status)}{remedy}: {last}"
 
     def close(self) -> None:
         """Kill the process and what it started. Idempotent."""

@@ -26,6 +26,8 @@ Say = Callable[[str], None]
 FILE = "file"  # the precision: as the GGUF file stores it
 PRECISIONS = (FILE, "float32", "bf16", "fp16", "int8", "int4")
 _COMPILERS = ("c++", "g++", "clang++")
+# Its own default is every instruction of this CPU; with AMX on a virtual machine that build may end with SIGILL.
+_PORTABLE = "CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON'"
 _SHOWN_LINES = ("Collecting", "Building", "Installing collected")  # of pip's output
 _MARK = "installed.json"
 
@@ -164,7 +166,9 @@ def peer_entry(
     python = install(peer, folder, say)
     path = _model_for(peer, precision, model, folder, say)
     settings = {"model": str(path), "precision": precision, "threads": threads, "longest": longest, "cores": cores}
-    return RaceEntry(f"{peer.name} {precision}", _command(python, peer.name), settings, environment=peer.environment)
+    rebuild = f"delete {python.parents[1]} and race again with {_PORTABLE}" if peer.compiles else ""
+    command = _command(python, peer.name)
+    return RaceEntry(f"{peer.name} {precision}", command, settings, environment=peer.environment, rebuild=rebuild)
 
 
 def _command(python: Path, name: str) -> tuple[str, ...]:
