@@ -1,15 +1,18 @@
 """Logits against transformers over many positions, in float32 on the CPU: families with random weights, or a model.
 
 `python -m tests.models.logits_agreement 100000` prints a line per family. `… 8192 default` compares the default model
-on Python's help texts. Tokens are computed in chunks over a paged store, several sequences side by side.
+on Python's help texts, `… 2048 FILE.gguf` another model, which transformers reads from the file itself, its tokenizer
+included. Tokens are computed in chunks over a paged store, several sequences side by side.
 """
 
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.bench.quality import all_logits, compare_logits, read_text
 from quire.bench.transformers_baseline import as_llama
@@ -26,6 +29,12 @@ from tests.models.running import in_chunks, run
 
 LENGTH, CHUNK, WINDOW = 250, 100, 512
 SIDE_BY_SIDE = 8
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n\treturn n",
+    "日本の首都は東京です。",
+    "  indented   text\twith tabs, 12345 and émojis 🙂\r\n\r\n",
+)
 
 
 class Agreement(NamedTuple):
@@ -61,22 +70,38 @@ def of_family(family: families.Family, num_positions: int) -> Iterator[tuple[Ten
 
 
 @torch.inference_mode()
-def of_default_model(num_positions: int) -> Iterator[tuple[Tensor, Tensor]]:
-    path = str(fetch(DEFAULT_MODEL, models_folder(), ignore))
-    opened = open_model(EngineConfig(path))
+def of_file(path: Path, num_positions: int, theirs: Callable[[Any, Any], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    opened = open_model(EngineConfig(str(path)))
     weights = weights_of(opened.checkpoint, torch.float32)
     ours = Decoder(opened.checkpoint.spec, weights, cpu_kernels("torch"), WINDOW)
-    peer = as_llama(opened.checkpoint.spec, weights, torch.float32)
+    peer = theirs(opened.checkpoint.spec, weights)
     ids = read_text(None, opened, num_positions).ids
     for start in range(0, len(ids), WINDOW):
         window = ids[start : start + WINDOW]
         yield compare_logits(peer(torch.tensor([window])).logits[0], all_logits(ours, window))
 
 
+def read_by_transformers(path: Path) -> Any:
+    """The model of a GGUF file, dequantized by transformers. Its tokenizer must agree with ours."""
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    opened = open_model(EngineConfig(str(path)))
+    for text in TEXTS:
+        ours, theirs = opened.tokenizer.encode(text), tokenizer(text).input_ids
+        assert ours == theirs, (text, ours, theirs)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
 def main(num_positions: int, which: str) -> None:
     torch.set_num_threads(1)
     if which == "default":
-        print(joined(of_default_model(num_positions)).describe(DEFAULT_MODEL.name), flush=True)
+        path = fetch(DEFAULT_MODEL, models_folder(), ignore)
+        parts = of_file(path, num_positions, lambda spec, weights: as_llama(spec, weights, torch.float32))
+        print(joined(parts).describe(DEFAULT_MODEL.name), flush=True)
+        return
+    if which != "families":
+        path = Path(which)
+        parts = of_file(path, num_positions, lambda spec, weights: read_by_transformers(path))
+        print(joined(parts).describe(path.stem), flush=True)
         return
     for family in families.FAMILIES:
         print(joined(of_family(family, num_positions)).describe(family.name), flush=True)
