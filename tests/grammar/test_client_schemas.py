@@ -1,7 +1,9 @@
 """Schemas as clients send them: all are accepted where nothing is strict, and what is kept of them is enforced."""
 
+import contextlib
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,40 @@ def test_branches_that_may_overlap_are_told(branches: list[Any]) -> None:
 def test_what_is_no_schema_or_too_large_is_refused_where_nothing_is_strict(schema: object) -> None:
     with pytest.raises(InvalidGrammar):
         relax_schema(schema)
+
+
+def nested_under_long_names(innermost: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", **innermost}
+    for depth in range(28):
+        schema = {"properties": {chr(0x1F600 + depth) * 128: schema}}
+    return schema
+
+
+@pytest.mark.parametrize("keyword", ["properties", "anyOf", "unknown keywords"])
+def test_paths_of_many_parts_under_long_names_take_little_memory(keyword: str) -> None:
+    """Each path had 40,000 characters: half a gigabyte, from a schema of 60."""
+    names = [f"{number:x}" for number in range(12_000)]
+    parts: dict[str, Any] = {"properties": dict.fromkeys(names, True), "anyOf": [True] * 12_000}
+    innermost = {keyword: parts[keyword]} if keyword in parts else dict.fromkeys(names, 1)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidGrammar):
+            relax_schema(nested_under_long_names(innermost))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 64 << 20
+
+
+def test_a_path_that_is_too_long_is_cut_and_names_nothing() -> None:
+    """A reference by the name of a schema under it is one to nothing."""
+    schema = nested_under_long_names({"$id": "deep", "not": {}})
+    schema["properties"]["b"] = {"$ref": "deep"}
+    relaxed = relax_schema(schema)
+    assert relaxed.schema["properties"]["b"] == {}  # type: ignore[index]
+    reference, longest = sorted(relaxed.not_enforced, key=len)
+    assert reference == "#/properties/b/$ref"
+    assert len(longest) < 1010 and longest.endswith("/~")
 
 
 def test_a_schema_is_not_changed() -> None:

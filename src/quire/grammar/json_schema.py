@@ -120,7 +120,7 @@ def children(schema: dict[str, object], where: str) -> list[SchemaChildren]:
         if keyword in NAMED and isinstance(value, dict):
             found += [SchemaChildren(part, pointer(place, name)) for name, part in value.items()]
         elif keyword in LISTED and isinstance(value, list):
-            found += [SchemaChildren(part, f"{place}/{number}") for number, part in enumerate(value)]
+            found += [SchemaChildren(part, pointer(place, str(number))) for number, part in enumerate(value)]
         elif keyword in ONE:
             found.append(SchemaChildren(value, place))
     return found

@@ -26,11 +26,21 @@ _TYPES: Mapping[type, str] = {str: "string", bool: "boolean", int: "number", flo
 _NAME_CHARACTERS = 128  # every part within has the name in its pointer
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_$-]{{1,{_NAME_CHARACTERS}}}")  # nearly all
 _SAFE = "~$!'()*+,;=:@"  # in a fragment of a URI, besides letters and digits
+_POINTER_CHARACTERS = 1000  # each of 20,000 parts has one, and what contains it is part of it
+_CUT = "/~"  # the end of a pointer that was cut: no other one ends so, as a tilde in a name is written ~0
 
 
 def pointer(where: str, *names: str) -> str:
-    """A JSON pointer as a fragment of a URI: all of it is ASCII. A name that is very long is cut."""
-    return "/".join((where, *(name if _PLAIN_NAME.fullmatch(name) else _escaped(name) for name in names)))
+    """A JSON pointer as a fragment of a URI: all of it is ASCII. A name that is very long is cut, and so is the end of
+    a pointer that is: it is good for a message and names nothing (`is_cut`)."""
+    if is_cut(where):
+        return where
+    whole = "/".join((where, *(name if _PLAIN_NAME.fullmatch(name) else _escaped(name) for name in names)))
+    return whole if len(whole) <= _POINTER_CHARACTERS else whole[:_POINTER_CHARACTERS] + _CUT
+
+
+def is_cut(where: str) -> bool:
+    return where.endswith(_CUT)
 
 
 def _escaped(name: str) -> str:
@@ -57,8 +67,9 @@ def rewrite_dialects(root: dict[str, object], parts: Iterable[tuple[object, str]
     for schema, where in schemas:
         for keyword in _IDS:
             if isinstance(name := schema.get(keyword), str):
-                places.setdefault("#" + name if "nchor" in keyword else name.rstrip("#"), where)
                 del schema[keyword]
+                if not is_cut(where):
+                    places.setdefault("#" + name if "nchor" in keyword else name.rstrip("#"), where)
     for schema, _ in schemas:
         unset = [keyword for keyword, value in schema.items() if value is None and keyword != "const"]
         for keyword in (*unset, *_OF_DRAFTS):
