@@ -4,6 +4,7 @@ Detected once, from the model's chat template and tokenizer. Per request it give
 grammar of the output, and the parser of the output.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 from quire.core.errors import InvalidGrammar, InvalidParameter, shown
 from quire.core.sampling import Grammar
+from quire.grammar import limits
 from quire.grammar.relaxed_schema import relax_schema
 from quire.output_parsing.events import OutputEvent, OutputParser, ToolArguments, ToolStart
 from quire.output_parsing.grammars import arguments_schema, response_grammar, strict_grammar, tool_grammar
@@ -31,6 +33,7 @@ Message = Mapping[str, object]
 DeclaredTool = Mapping[str, object]  # in OpenAI's shape, validated by `check_tools`
 
 MAX_TOOLS = 1024
+_RELAXED_BYTES = 2 * limits.LARK_BYTES  # of the schemas of all tools: half of them may be what cannot be enforced
 _MODES = ("none", "auto", "required")
 
 
@@ -198,6 +201,7 @@ class _EnforceableTools(NamedTuple):
 
 def _enforceable(tools: Sequence[Tool]) -> _EnforceableTools:
     """The tools with schemas of which all is enforced. Those of strict tools are unchanged: they may be refused."""
+    _check_size(tools)
     enforceable, not_enforced = [], []
     for tool in tools:
         if not tool.strict:
@@ -210,6 +214,22 @@ def _enforceable(tools: Sequence[Tool]) -> _EnforceableTools:
             not_enforced += [f"tools.{quote(tool.name)}{where}" for where in relaxed.not_enforced]
         enforceable.append(tool)
     return _EnforceableTools(enforceable, tuple(not_enforced))
+
+
+def _check_size(tools: Sequence[Tool]) -> None:
+    """Refuse what cannot become a grammar before any schema is looked at, which takes time for each."""
+    if len(tools) > limits.LARK_SCHEMAS:
+        raise InvalidGrammar(
+            f"There are {len(tools)} tools whose calls would be constrained; the limit is {limits.LARK_SCHEMAS}.",
+            param="tools",
+        )
+    num_bytes = sum(len(json.dumps(tool.parameters)) for tool in tools)
+    if num_bytes > _RELAXED_BYTES:
+        raise InvalidGrammar(
+            f"The schemas of the {len(tools)} tools whose calls would be constrained take {num_bytes} bytes; the limit "
+            f"is {limits.LARK_BYTES}, after what cannot be enforced is left out. Shorten their descriptions.",
+            param="tools",
+        )
 
 
 def check_tools(

@@ -12,7 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from quire.engine.model_format import ToolChoice, find_model_format
+from quire.core.errors import InvalidGrammar
+from quire.engine.model_format import ModelFormat, ToolChoice, find_model_format
 from quire.output_parsing.tool_formats import MISTRAL
 from quire.server.context import ServedModel
 from quire.text.detokenizer import SequenceText
@@ -294,3 +295,13 @@ def test_markers_that_are_special_tokens_reach_the_parser(model: ServedModel) ->
     assert [*parser.push(output), *parser.finish()]
     forced = model_format.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").grammar
     assert forced is not None and f"<[{mark}]>" in forced.text
+
+
+@pytest.mark.parametrize(("count", "num_bytes"), [(129, 10), (5, 30_000)])
+def test_tools_that_no_grammar_can_hold_are_refused_before_their_schemas_are_read(count: int, num_bytes: int) -> None:
+    """Reading them took a fraction of a second for each: a thousand took minutes."""
+    not_a_schema = {"type": "object", "properties": {"a": 7}, "description": "x" * num_bytes}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": not_a_schema}} for n in range(count)]
+    with pytest.raises(InvalidGrammar, match=r"the limit is (128|65536)") as refused:
+        ModelFormat().call_grammar(tools, ToolChoice("required"), parallel=True, prompt="")
+    assert refused.value.param == "tools"
