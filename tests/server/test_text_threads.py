@@ -6,9 +6,12 @@ from collections.abc import Awaitable
 
 import pytest
 
-from quire.core.errors import QuireError
-from quire.server.context import TextThreads
+from quire.core.errors import InvalidParameter, QuireError
+from quire.core.sampling import Grammar, GrammarKind, SamplingParams
+from quire.engine.messages import RequestOptions
+from quire.server.context import ServedModel, TextThreads
 from quire.server.http.request_context import CURRENT_CONTEXT, AdmittedPlace, RequestContext
+from quire.server.request.params import GenerationRequest, constrain
 
 LONG, SHORT = 1 << 20, 100
 
@@ -87,6 +90,33 @@ def test_requests_without_a_place_are_bounded_by_client(num_bytes: int) -> None:
     refused = [each for each in found if isinstance(each, QuireError)]
     assert {(each.status, each.code) for each in refused} == {(429, "tokenizer_busy")}
     assert 60 <= len(refused) < 80 and found.count("True") == 200 - len(refused)
+
+
+def test_schemas_of_one_client_take_turns() -> None:
+    """A schema is relaxed on these threads, too: 40 at once, of one client, were 40 threads at work."""
+    ends = threading.Event()
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}')
+    generation = GenerationRequest(SamplingParams(), RequestOptions(), schema, stream=False)
+    model = ServedModel("m", None, None, SamplingParams(), max_model_len=100, vocab_size=10, created=0)
+
+    async def constrained(client: str) -> str:
+        CURRENT_CONTEXT.set(RequestContext("", 0.0, client=client, num_body_bytes=SHORT))
+        with pytest.raises(InvalidParameter, match="cannot be constrained"):  # afterwards: this model has no compiler
+            await constrain(generation, model)
+        return client
+
+    async def crowd() -> None:
+        CURRENT_CONTEXT.set(RequestContext("", 0.0, client="hostile", num_body_bytes=SHORT))
+        busy = [asyncio.create_task(model.text_threads.run(ends.wait, 60)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waits = asyncio.create_task(constrained("hostile"))
+        for _ in range(20):
+            assert await constrained("other") == "other"
+        assert not waits.done()
+        ends.set()
+        assert await waits == "hostile" and await asyncio.gather(*busy) == [True, True]
+
+    asyncio.run(crowd())
 
 
 class NoPlace:

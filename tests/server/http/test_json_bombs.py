@@ -12,6 +12,7 @@ from tests.server.scripted_servers import check_control, scripted
 from tests.server.server_process import Running
 
 MAX_BYTES = 16 << 20
+MANY_OBJECTS = '{"a":[' + "{}," * (5 << 20) + "{}]}"  # one string of a body; decoded it would take 400 MB
 DEEP = 100_000
 BOMBS = {
     "brackets": b"[" * MAX_BYTES,
@@ -41,6 +42,18 @@ BOMBS = {
     "a long text": b'{"prompt":"' + b"a " * (1 << 20) + b'"}',
     "a long chat": b'{"messages":[{"role":"user","content":"' + b"a " * (1 << 20) + b'"}]}',
     "one long word": b'{"prompt":"' + b"a" * (1 << 18) + b'"}',
+    "many objects in the text of a schema": json.dumps(
+        {"prompt": "hi", "structured_outputs": {"json": MANY_OBJECTS}, "messages": [{"role": "user", "content": "hi"}]}
+    ).encode(),
+    "many objects in the arguments of a call": json.dumps(
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": MANY_OBJECTS}}]}]}
+    ).encode(),
+    "many short arguments of calls": json.dumps(
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":[' + "{}," * 250 + "{}]}"}}
+        ] * 1000}]}
+    ).encode(),
     "a wide schema": json.dumps(
         {"prompt": "hi", "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {
             "type": "object", "properties": {f"p{n}": {"enum": list(range(50))} for n in range(3000)}}}}}

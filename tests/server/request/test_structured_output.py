@@ -45,6 +45,14 @@ def test_a_schema_that_is_too_large_is_named(name: str) -> None:
     assert refused.value.param == name
 
 
+def test_a_text_of_a_schema_is_bounded_before_it_is_decoded() -> None:
+    indented = json.dumps({"enum": ["x" * 60_000]}, indent=2) + " " * 190_000
+    assert requested(structured_outputs={"json": indented}).grammar is not None
+    with pytest.raises(InvalidGrammar, match=r"json is 300000 characters long; .* 262144 characters") as refused:
+        requested(structured_outputs={"json": "{" * 300_000})
+    assert refused.value.param == "structured_outputs"
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [

@@ -5,13 +5,14 @@ conversation that does not fit the context. Does not depend on sampling or respo
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import Grammar
 from quire.engine.model_format import Message, OutputGrammar, ToolChoice, check_tools, tool_name
 from quire.server.context import ServedModel
+from quire.server.request.decode import check_json_texts
 from quire.server.request.schema import ChatBody, Json
 from quire.text.chat_template import plain_messages, render
 
@@ -40,6 +41,7 @@ class ChatPrompt:
         model.check_length(sum(map(_min_tokens, self.messages)))
         template = model.chat_template or ""
         messages = [_normalize(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
+        check_json_texts(list(_argument_texts(messages)), "The arguments of the calls in messages have")
         text = render(
             model.chat_template,
             model.model_format.template_messages(messages, self.callable_tools),
@@ -170,6 +172,15 @@ def _check_calls(calls: object, where: str) -> None:
                 f"arguments as a text of JSON, not {shown(call)}.",
                 param=param,
             )
+
+
+def _argument_texts(messages: Iterable[Message]) -> Iterator[str]:
+    """The arguments of valid calls that are texts: they are decoded for the template."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(arguments := call["function"].get("arguments"), str):
+                yield arguments
 
 
 def drop_oldest_turns(prompt: ChatPrompt, model: ServedModel, max_tokens: int | None) -> ChatPrompt:

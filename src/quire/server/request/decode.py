@@ -80,6 +80,8 @@ def nests_deeper(body: bytes, max_depth: int) -> bool:
 
 
 MAX_DEPTH = 64  # of nested lists and objects
+_MOST = JsonSize(MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, MAX_COMMAS)
+_SHORT_CHARACTERS = 1024  # of a text: to count exactly takes some 20 µs more
 
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -88,7 +90,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 def decode(body: bytes, kind: type[Kind]) -> Kind:
     """A body of this kind, or an error that names the field."""
     if len(body) > MAX_OBJECTS or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_size(size_of(body, JsonSize(MAX_DEPTH, MAX_OBJECTS, MAX_STRINGS, MAX_COMMAS)))
+        _check_size(size_of(body, _MOST))
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -100,19 +102,33 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
     return decoded
 
 
-def _check_size(size: JsonSize) -> None:
+def _check_size(size: JsonSize, what: str = "The body has") -> None:
     if size.depth > MAX_DEPTH:
         raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
     if size.num_objects > MAX_OBJECTS or size.num_strings > MAX_STRINGS:
         raise InvalidPrompt(
-            f"The body has at least {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
+            f"{what} at least {size.num_objects} lists and objects and {size.num_strings} strings; a request may "
             f"bring {MAX_OBJECTS} and {MAX_STRINGS}."
         )
     if size.num_commas > MAX_COMMAS:
         raise InvalidPrompt(
-            f"The body has at least {size.num_commas} values in its lists and objects; a request may bring "
-            f"{MAX_COMMAS}. Send fewer prompts at once."
+            f"{what} at least {size.num_commas} values in lists and objects; a request may bring {MAX_COMMAS}. Send "
+            f"fewer prompts at once."
         )
+
+
+def check_json_texts(texts: Sequence[str], what: str) -> None:
+    """Refuse texts of JSON in a body that exceed its limits together: they are decoded, too."""
+    if sum(map(len, texts)) > MAX_OBJECTS:
+        _, *counts = zip(*map(_size_of_text, texts), strict=True)
+        _check_size(JsonSize(0, *map(sum, counts)), what)  # what is nested too deep is no JSON to its parser
+
+
+def _size_of_text(text: str) -> JsonSize:
+    """Of a short text at most: brackets and commas in its strings count, too."""
+    if len(text) > _SHORT_CHARACTERS:
+        return size_of(text.encode("utf-8", "replace"), _MOST._replace(depth=len(text)))
+    return JsonSize(0, text.count("[") + text.count("{"), text.count('"') // 2, text.count(","))
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:

@@ -6,7 +6,6 @@ Also the list of prompts in a body, prompt truncation, and the clamp of max_toke
 from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
-from starlette.concurrency import run_in_threadpool
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
@@ -140,7 +139,7 @@ async def constrain(generation: GenerationRequest, model: ServedModel) -> Genera
     """The request constrained by its own grammar."""
     if generation.grammar is None:
         return generation
-    generation = await run_in_threadpool(relax_grammar, generation)
+    generation = await model.text_threads.run(relax_grammar, generation)
     return await apply_grammar(generation, generation.grammar, model)
 
 

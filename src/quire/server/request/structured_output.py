@@ -9,10 +9,12 @@ import msgspec
 
 from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError, shown
 from quire.core.sampling import MAX_CHOICES, Grammar, GrammarKind
+from quire.grammar import limits
 from quire.grammar.relaxed_schema import relax_schema
 from quire.server.request.decode import MAX_DEPTH, nests_deeper
 from quire.server.request.schema import Json, ResponseFormat, SamplingBody, StructuredOutputs
 
+_TEXT_CHARACTERS = 4 * limits.SCHEMA_BYTES  # of a schema that is sent as a text: it may be indented
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _NOT_SERVED = {
     "structural_tag": "use tools",
@@ -105,8 +107,13 @@ def _structured_grammar(options: StructuredOutputs) -> Grammar:
 
 
 def _schema_text(schema: Json, where: str) -> str:
-    """The schema as compact JSON. vLLM's clients may send it as a text of JSON."""
+    """The schema as compact JSON. vLLM's clients may send it as a text of JSON.
+
+    Both are bounded here, on the event loop: a text is decoded beside the limits of a body.
+    """
     if isinstance(schema, str):
+        if len(schema) > _TEXT_CHARACTERS:
+            raise _too_large(f"{where} is {len(schema)} characters long", f"{_TEXT_CHARACTERS} characters", where)
         if nests_deeper(schema.encode(), MAX_DEPTH):
             raise InvalidParameter(f"{where} is nested more than {MAX_DEPTH} levels deep.", param=where)
         try:
@@ -117,7 +124,14 @@ def _schema_text(schema: Json, where: str) -> str:
         raise InvalidParameter(f"{where} is false, a schema that nothing matches.", param=where)
     if not isinstance(schema, dict | bool):
         raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(schema)}.", param=where)
-    return msgspec.json.encode(schema).decode()
+    text = msgspec.json.encode(schema)
+    if len(text) > limits.SCHEMA_BYTES:
+        raise _too_large(f"{where} takes {len(text)} bytes as JSON", f"{limits.SCHEMA_BYTES} bytes", where)
+    return text.decode()
+
+
+def _too_large(what: str, limit: str, where: str) -> InvalidGrammar:
+    return InvalidGrammar(f"{what}; the limit of a schema is {limit}. Shorten it.", param=where.partition(".")[0])
 
 
 def _choices(choices: list[str]) -> str:
