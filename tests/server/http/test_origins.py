@@ -60,6 +60,8 @@ def test_a_foreign_origin_is_refused_without_keys() -> None:
         ("evil.example:18001", False),  # a name that its owner lets point here, after the page was loaded
         ("evil.example", False),
         ("localhost.evil.example", False),
+        *((f"evil.example{sign}.local", False) for sign in (":80", "%00", "?", "#", "/", "\\", "@", " ", ".")),
+        ("evil:80@com", False),
         ("127.0.0.1.evil.example:8000", False),
         ("[::1].evil.example", False),
         ("box.lan:8000", True),  # --host

@@ -34,6 +34,7 @@ PUBLIC = frozenset({"/health", "/ready"})
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:-]+")
 _PORT = re.compile(r":\d*\Z")
+_LABELS = re.compile(r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")  # in lower case; what is no name ends in no private one
 _JSON = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _BROWSER_HEADERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"}
 _KEY_HEADERS = {b"authorization", b"x-api-key"}
@@ -171,7 +172,8 @@ class AccessCheck:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return "." not in name or name in self._own_names or name.endswith(_PRIVATE)
+            is_name = _LABELS.fullmatch(name) is not None
+            return name in self._own_names or (is_name and ("." not in name or name.endswith(_PRIVATE)))
         return True
 
     def _check_body(self, scope: Scope, headers: dict[bytes, bytes], *, is_upload: bool) -> None:
