@@ -28,7 +28,9 @@ ASKED_FOR = {
         "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket", "vllm:request_success_total",
         "vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum",
         "vllm:request_decode_time_seconds_sum", "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total",
-        "vllm:prefix_cache_hits_total",
+        "vllm:prefix_cache_hits_total", "vllm:request_max_num_generation_tokens_sum",
+        "vllm:request_inference_time_seconds_sum", "vllm:request_prefill_kv_computed_tokens_sum",
+        "vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket",
     },
 }  # fmt: skip
 
@@ -45,8 +47,9 @@ def samples_of(page: str) -> dict[str, list[Sample]]:
 def samples(scripted_server: LocalServer) -> dict[str, list[Sample]]:
     """Of a server that has answered, and is at rest."""
     with scripted_server.client() as client:
-        for _ in range(2):
-            assert client.post("/v1/completions", json=completion_body("hello " * 40)).status_code == 200
+        for n in (1, 3):
+            body = completion_body("hello " * 40, n=n, temperature=0.5)
+            assert client.post("/v1/completions", json=body).status_code == 200
         wait_until_at_rest(client)
         name = client.get("/v1/models").json()["data"][0]["id"]
         samples = samples_of(client.get("/metrics").text)
@@ -80,6 +83,20 @@ def test_an_alias_has_the_values_of_its_source(samples: dict[str, list[Sample]])
     assert generated.value > 0
     stopped = [each.value for each in samples["vllm:request_success_total"] if each.labels["finished_reason"] == "stop"]
     assert sum(stopped) >= 1
+
+
+def test_sizes_and_parameters_of_requests_are_counted(samples: dict[str, list[Sample]]) -> None:
+    """Of the two: n is 1 and 3, so the longest continuations have less than all have together."""
+
+    def total(name: str) -> float:
+        [sample] = samples[f"vllm:request_{name}_sum"]
+        return sample.value
+
+    assert (total("params_n"), total("params_max_tokens")) == (4, 4000)
+    assert 0 < 2 * total("max_num_generation_tokens") == total("generation_tokens"), "each says the same"
+    [hits] = samples["vllm:prefix_cache_hits_total"]
+    assert total("prefill_kv_computed_tokens") == total("prompt_tokens") - hits.value and hits.value > 0
+    assert total("inference_time_seconds") >= total("decode_time_seconds") > 0
 
 
 def test_the_size_of_the_cache_is_a_label(samples: dict[str, list[Sample]]) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from quire.core.sampling import SamplingParams
 from quire.core.speculative import DRAFTERS
 from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
@@ -34,6 +35,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0,
             7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)  # fmt: skip
 _TOKENS = tuple(2**power for power in range(18))
+_CONTINUATIONS = tuple(2**power for power in range(8))
 _REASONS = frozenset(reason.value for reason in FinishReason)
 _BOUNDS = tuple(bound.value for bound in StepBound)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
@@ -100,8 +102,17 @@ class Metrics:
         self.queue = histogram("request_queue_time_seconds", "From arrival to admission.")
         self.prefill = histogram("request_prefill_time_seconds", "From admission to the first token.")
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self.inference = histogram("request_inference_time_seconds", "From admission to the last token.")
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self.longest_output = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest continuation of a request.", _TOKENS
+        )
+        self.computed_prompt = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS
+        )
+        self.params_n = histogram("request_params_n", "Continuations that a request asks for.", _CONTINUATIONS)
+        self.params_max_tokens = histogram("request_params_max_tokens", "max_tokens of requests that set it.", _TOKENS)
         self.stored = Gauge("quire_stored_responses", "Responses kept by the Responses API.", registry=self.registry)
         self.stored_bytes = Gauge("quire_stored_response_bytes", "Memory they take.", registry=self.registry)
         self.split = counter("requests_split", "Requests whose prompt was sent to a prefill engine.")
@@ -145,6 +156,7 @@ class Metrics:
         self._forget(end.state)
         if end.output is not None:
             self._note_output(end.output)
+            self._note_params(end.state.params)
         elif end.failure is not None:
             self._refused(end.failure.code)
         else:
@@ -187,6 +199,8 @@ class Metrics:
             self.successes.labels(each.finish_reason if each.finish_reason in _REASONS else "other").inc()
         self.prompt_length.observe(len(output.prompt_token_ids))
         self.output_length.observe(num_tokens)
+        self.longest_output.observe(max((len(each.token_ids) for each in output.outputs), default=0))
+        self.computed_prompt.observe(max(len(output.prompt_token_ids) - times.num_cached_tokens, 0))
         if times.time_to_first_token_s is not None:
             self.first_token.observe(times.time_to_first_token_s)
         if times.queue_s is not None:
@@ -195,11 +209,18 @@ class Metrics:
             self.whole.observe(times.total_s)
         if times.first_token_s is not None and times.seated_s is not None:
             self.prefill.observe(times.first_token_s - times.seated_s)
+        if times.seated_s is not None and times.finished_s is not None:
+            self.inference.observe(times.finished_s - times.seated_s)
         if times.first_token_s is not None and times.finished_s is not None:
             decode_s = times.finished_s - times.first_token_s
             self.decode.observe(decode_s)
             if num_tokens > len(output.outputs):
                 self.per_token.observe(decode_s * len(output.outputs) / (num_tokens - len(output.outputs)))
+
+    def _note_params(self, params: SamplingParams) -> None:
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
 
 
 class Distribution(Collector):
@@ -337,6 +358,8 @@ _SAME_NAME = (
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_inference_time_seconds", "request_max_num_generation_tokens", "request_prefill_kv_computed_tokens",
+    "request_params_n", "request_params_max_tokens",
 )  # fmt: skip
 # vLLM's earlier names, which routers still ask for, and what it names differently: its time per output token is that
 # between two tokens; the mean by request has `request_` before it.
