@@ -231,6 +231,30 @@ def test_other_patterns_are_dropped_unless_the_schema_is_strict(pattern: str) ->
         check_schema(schema)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "nothing", "something"),
+    [
+        ("propertyNames", {"type": "string"}, {"type": "string", "maxLength": 3}),  # zod's records
+        ("propertyNames", True, False),
+        ("uniqueItems", False, True),
+        ("minProperties", 0, 1),
+        ("unevaluatedProperties", {}, False),
+        ("unevaluatedItems", True, {"type": "string"}),
+        ("dependentRequired", {}, {"a": ["b"]}),
+        ("dependentSchemas", {}, {"a": {}}),
+        ("dependencies", {}, {"a": ["b"]}),
+    ],
+)
+def test_a_keyword_that_every_value_satisfies_is_ignored(keyword: str, nothing: object, something: object) -> None:
+    """In a strict schema, too; one that says something is refused there, and listed elsewhere."""
+    schema = {"type": "object", "properties": {"a": STRING}}
+    assert check_schema({**schema, keyword: nothing}) == schema
+    assert relax_schema({**schema, keyword: nothing}) == (schema, [])
+    assert relax_schema({**schema, keyword: something}) == (schema, [f"#/{keyword}"])
+    with pytest.raises(UnsupportedSchema, match=keyword):
+        check_schema({**schema, keyword: something})
+
+
 OVERLAPPING: list[list[Any]] = [
     [{"type": "integer"}, {"type": "number"}],
     [{"const": 1}, {"enum": [1.0, 2]}],

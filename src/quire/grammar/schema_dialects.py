@@ -2,8 +2,8 @@
 
 What the latest draft writes differently: boolean `exclusiveMinimum` and `exclusiveMaximum` (draft 4), lists of `items`
 (before 2020-12), `nullable` (OpenAPI 3.0), types in capitals (Gemini), references by `$id` and `$anchor`, which become
-JSON pointers. Keywords whose value is null are unset. A `oneOf` becomes `anyOf` if no value can satisfy two of its
-branches, which llguidance cannot tell through references.
+JSON pointers. Keywords whose value is null, or says nothing, are dropped. A `oneOf` becomes `anyOf` if no value can
+satisfy two of its branches, which llguidance cannot tell through references.
 """
 
 import re
@@ -15,6 +15,11 @@ ANY_TEXT = frozenset({"password", "path", "binary"})  # formats that every strin
 _IDS = ("$id", "id", "$anchor", "$dynamicAnchor")
 _OF_DRAFTS = ("$schema", "$vocabulary", "$recursiveAnchor")  # the latest draft is read, whatever they say
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+_ALWAYS_TRUE: Mapping[str, tuple[object, ...]] = {  # with these values a keyword forbids nothing
+    "propertyNames": (True, {}, {"type": "string"}), "uniqueItems": (False,), "minProperties": (0,),
+    "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "dependentRequired": ({},),
+    "dependentSchemas": ({},), "dependencies": ({},),
+}  # fmt: skip
 _STAYING = frozenset({"$defs", "definitions", "title", "description", "default", "example", "examples"})
 _BESIDE_TYPE = frozenset({"const", "$ref", "allOf", "anyOf", "oneOf"})  # a type alone does not allow null then
 _RENAMED = re.compile(r"/oneOf/|/items/\d|/additionalItems")
@@ -71,7 +76,7 @@ def rewrite_dialects(root: dict[str, object], parts: Iterable[tuple[object, str]
                 if not is_cut(where):
                     places.setdefault("#" + name if "nchor" in keyword else name.rstrip("#"), where)
     for schema, _ in schemas:
-        unset = [keyword for keyword, value in schema.items() if value is None and keyword != "const"]
+        unset = [keyword for keyword, value in schema.items() if _says_nothing(keyword, value)]
         for keyword in (*unset, *_OF_DRAFTS):
             schema.pop(keyword, None)
         if isinstance(name := schema.get("format"), str) and name in ANY_TEXT:
@@ -89,6 +94,10 @@ def rewrite_dialects(root: dict[str, object], parts: Iterable[tuple[object, str]
         branches = schema.get("oneOf")
         if isinstance(branches, list) and _are_disjoint(root, branches):
             use_any_of(schema)
+
+
+def _says_nothing(keyword: str, value: object) -> bool:
+    return (value is None and keyword != "const") or value in _ALWAYS_TRUE.get(keyword, ())
 
 
 def _rewrite_tuple(schema: dict[str, object]) -> None:
