@@ -32,7 +32,7 @@ from tests.kernels.test_native_attention import filled
 from tests.kernels.test_native_linear import WIDTH, drawn, error_bound, unpacked
 from tests.models.running import run
 from tests.models.test_native_decoder import divergence, prompts, stored_as, twin
-from tests.tiers import is_long
+from tests.tiers import is_long, long_only
 
 FEWEST_TOKENS = 32  # of a step, as `matrix_gemm.h` has it
 ROUNDING = 2**-8 + 2**-15  # of two factors in bfloat16
@@ -103,8 +103,24 @@ def test_a_hostile_row_leaves_the_others_alone(library: NativeLibrary) -> None:
     assert not found[hostile].isfinite().any(-1).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 0.0), (0, 4.0)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "softcap"),
+    [
+        (torch.float32, 0, 0.0),
+        (torch.float16, 70, 0.0),
+        (torch.int8, 0, 4.0),
+        *long_only(
+            [
+                (torch.float16, 0, 0.0),
+                (torch.int8, 0, 0.0),
+                (torch.float32, 70, 0.0),
+                (torch.int8, 70, 0.0),
+                (torch.float16, 0, 4.0),
+                (torch.float32, 0, 4.0),
+            ]
+        ),
+    ],
+)
 def test_attention_agrees_with_the_reference(
     library: NativeLibrary, dtype: torch.dtype, window: int, softcap: float
 ) -> None:
