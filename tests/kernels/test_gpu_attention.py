@@ -103,7 +103,7 @@ class Step:
         torch.testing.assert_close(output.cpu(), self.truth, atol=TOLERANCE[self.truth.dtype], rtol=0.0)
 
 
-@settings(max_examples=examples(6, 15, gpu=True))
+@settings(max_examples=examples(4, 15, gpu=True))
 @given(
     decodes=st.lists(lengths_before, max_size=2),
     chunks=chunks,
@@ -131,7 +131,7 @@ def test_every_mixture_agrees_with_the_reference(decodes, chunks, block_size, kv
         step.check(step.attend())
 
 
-@settings(max_examples=examples(6, 15, gpu=True))
+@settings(max_examples=examples(4, 15, gpu=True))
 @given(
     rows=st.lists(st.tuples(lengths_before, st.integers(1, 8)), min_size=1, max_size=3),
     block_size=st.sampled_from([1, 3, 16]),

@@ -41,7 +41,7 @@ def test_logits_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=examples(4, 12, gpu=True))
+@settings(max_examples=examples(2, 12, gpu=True))
 @given(
     parts=st.lists(st.builds(Part, lengths_before, st.sampled_from([1, 1, 2, 20, 70])), min_size=1, max_size=3),
     block_size=st.sampled_from([1, 3, 16, 128]),

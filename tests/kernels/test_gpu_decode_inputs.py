@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from quire.kernels.gpu import decode_inputs as decode_inputs_module
 from quire.kernels.gpu.decode_inputs import decode_inputs
 from quire.kernels.row_interface import NextTokens, RowColumns, decode_inputs_reference
+from tests.tiers import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6, 15, gpu=True), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     max_rows=st.integers(1, 40),

@@ -18,7 +18,7 @@ from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
 from tests.sampling.reference import Case, row_start
 from tests.sampling.strategies import VOCAB, cases
-from tests.tiers import examples
+from tests.tiers import choices, examples, long_only
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -86,7 +86,7 @@ def test_masks_alone_are_applied_in_place_and_to_no_other_row(vocab_size: int) -
     assert torch.equal(logits.view(torch.int32), truth.view(torch.int32)), "no row has a mask"
 
 
-@pytest.mark.parametrize("vocab_size", [4001, 4096])
+@pytest.mark.parametrize("vocab_size", [4001, *long_only([4096], gpu=True)])
 def test_each_processor_and_all_together_agree(vocab_size: int) -> None:
     tokens = (1, 8, 4000, 9, 9, 9, 1)
     assigned = [Case(wish, tokens, num_prompt=2) for wish in (WORN, BIASED, PDL, WARY, RowSampling())]
@@ -122,7 +122,7 @@ def test_nan_and_inf_survive_masking(wish: RowSampling, damage: float) -> None:
     """Ids that bias, early ends, bad words and the mask forbid, or penalties change."""
     assigned = [Case(wish, (1, 7, 1), num_prompt=1), Case(RowSampling())]
     masks = masks_of({0: torch.arange(4001) == 20}, 4001) if wish.masked else None
-    for token in (1, 5, 7, 8, 2500):
+    for token in choices((1, 5, 2500), (1, 5, 7, 8, 2500), gpu=True):
         quick, plain = samplers(assigned, 4001)
         logits = normal(2, 4001)
         logits[0, token] = damage

@@ -17,9 +17,9 @@ from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import OracleRunner, SimRows, SimStep
-from tests.tiers import choices, examples, long_only
+from tests.tiers import choices, examples, is_long, long_only
 
-NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
+NUM_WORLDS = examples(40, 300)  # 300 take about half a minute on one core
 FAILED_ONCE = [int(line) for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()[1:]]
 
 
@@ -31,10 +31,10 @@ def test_hundreds_of_random_scenarios_against_the_oracle() -> None:
     assert report.preemptions > 50, "the worlds are too comfortable to show anything"
     assert set(report.events) == set(ScenarioEvent), "not everything happened"
     assert report.pairs <= possible_pairs(), "what cannot follow each other did"
-    assert len(report.pairs) > 0.8 * len(possible_pairs())
+    assert len(report.pairs) > (0.8 if is_long() else 0.7) * len(possible_pairs())
 
 
-@pytest.mark.parametrize("trial_seed", FAILED_ONCE)
+@pytest.mark.parametrize("trial_seed", [*FAILED_ONCE[::2], *long_only(FAILED_ONCE[1::2])])
 def test_a_scenario_that_failed_once_passes(trial_seed: int) -> None:
     report = CheckReport(0)
     run_trial(trial_seed, report)
@@ -112,7 +112,7 @@ def test_a_wrong_slot_of_the_real_runner_is_found() -> None:
 
 
 def test_a_seed_reproduces_its_run() -> None:
-    first, second = check(600, 9), check(600, 9)
+    first, second = check(200, 9), check(200, 9)
     assert first == second
 
 
