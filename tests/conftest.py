@@ -18,6 +18,7 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import ignore, models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
+from quire.core.process import freeze_heap
 from quire.kernels.cpu.native_build import CHOICE_VARIABLE, cpu_flags
 from tests.shallow_model import write_shallow_model
 from tests.tiers import HAS_GPU, LONG_VARIABLE, is_long
@@ -128,10 +129,10 @@ def shallow_default(shallow_model_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_heap() -> None:
-    """The modules and items of all tests are frozen: with them, each full garbage collection takes a second."""
+    """The modules and items of all tests are frozen: with them, each full garbage collection takes a second. The others
+    come as seldom as in a server."""
     if gc.get_freeze_count() == 0:  # the first module, or one after a test that unfroze the heap
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,7 +17,7 @@ from quire.cli.remote_model import RemoteModel
 from quire.core.errors import QuireError
 from tests import children
 from tests.cli.commands import PROMPT, QUIRE, Shell
-from tests.clients.client_server import scripted
+from tests.server.local_server import local_server
 
 LINES: list[dict[str, object]] = [
     {"when": "for ever", "say": "word " * 40, "end": False},
@@ -32,8 +32,8 @@ KEY = "sk-remote"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Iterator[str]:
     flags = ("--api-key", KEY, "--served-model-name", "first", "--served-model-name", "second")
-    with scripted(tmp_path_factory.mktemp("remote"), LINES, *flags) as url:
-        yield url
+    with local_server(tmp_path_factory.mktemp("remote"), LINES, *flags) as server:
+        yield server.url
 
 
 @pytest.fixture(autouse=True)

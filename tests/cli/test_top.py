@@ -29,7 +29,7 @@ from quire.cli.top import (
 )
 from quire.core.errors import ConfigError
 from tests.cli.commands import Shell
-from tests.clients.client_server import scripted
+from tests.server.local_server import local_server
 from tests.server.several_models import answer, ask, endless, several_here, write_slow
 
 PAGE = """\
@@ -166,8 +166,8 @@ def test_the_table_shows_the_view() -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Iterator[str]:
-    with scripted(tmp_path_factory.mktemp("top"), [{"say": "One two three four."}, {"step_ms": 2}]) as url:
-        yield url
+    with local_server(tmp_path_factory.mktemp("top"), [{"say": "One two three four."}, {"step_ms": 2}]) as server:
+        yield server.url
 
 
 def test_once_as_json_against_a_server(quire: Shell, url: str) -> None:
@@ -252,7 +252,8 @@ def test_a_keyed_server_opens_to_the_first_key_of_its_file(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsk-top name=top\n")
-    with scripted(tmp_path, [{"say": "hi"}], "--api-key-file", str(keys)) as url:
+    with local_server(tmp_path, [{"say": "hi"}], "--api-key-file", str(keys)) as server:
+        url = server.url
         refused = quire("top", url, "--once", "--every", "0.1")
         assert refused.status != 0 and "--api-key-file, --api-key or QUIRE_API_KEY" in refused.err
         assert quire("top", url, "--once", "--every", "0.1", "--api-key-file", str(keys)).status == 0

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.clients.client_server import scripted
 from tests.deploy.files import DEPLOY, documents
+from tests.server.local_server import local_server
 
 BOARD = json.loads((DEPLOY / "grafana" / "quire.json").read_text())
 EXPRESSIONS = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
@@ -20,7 +20,8 @@ SELECTOR = re.compile(r"(quire_[a-z0-9_]+)\{([^}]*)\}")
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Iterator[dict[str, set[str]]]:
     """Every sample of a server that answered and refused, with the names of its labels."""
-    with scripted(tmp_path_factory.mktemp("board"), [{"say": "One two three."}]) as url:
+    with local_server(tmp_path_factory.mktemp("board"), [{"say": "One two three."}]) as server:
+        url = server.url
         for path, wish in (("/v1/completions", {"prompt": "count"}), ("/v1/completions", {"prompt": "a " * 9000})):
             httpx.post(url + path, json=wish, timeout=60)
         page = httpx.get(f"{url}/metrics", timeout=60).text
