@@ -6,6 +6,7 @@ from tests import children
 
 CODE = """
 import sys
+from dataclasses import replace
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -15,6 +16,8 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import quire.cli.bench_engine, quire.cli.bench_processes, quire.cli.bench_processes
 from quire import LLM, SamplingParams
+from quire.formats.presets import SHAPES
+SHAPES["smollm2-135m"] = replace(SHAPES["smollm2-135m"], num_layers=1, vocab_size=999)
 llm = LLM("smollm2-135m", load_format="dummy", max_model_len=64, kv_cache_memory=64 << 20)
 outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=3))
 print([len(output.outputs[0].token_ids) for output in outputs])

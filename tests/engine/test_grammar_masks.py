@@ -1,6 +1,8 @@
 """Grammars on the engine's loop: one that takes too long ends its own sequences only."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.sampling import Grammar, GrammarKind, RowSampling, SamplingParams
 from quire.core.step import FinishReason
 from quire.core.step_output import StepOutput
+from quire.engine import grammar_masks
 from quire.engine.engine import Engine
 from quire.engine.grammar_masks import GrammarMasks
 from quire.engine.messages import AddRequest
@@ -20,6 +23,7 @@ from quire.engine.request_validator import RequestValidator
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar
 from quire.grammar.matcher import GrammarMatcher, MatcherPool
+from quire.grammar.vocabulary import GrammarVocabulary
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
 from quire.sched.policy import Policy
@@ -104,8 +108,11 @@ def _group(number: int, num_sequences: int) -> RequestGroup:
 
 
 @pytest.fixture(scope="module")
-def opened(default_model_path: object) -> OpenedModel:
-    return open_model(EngineConfig())
+def opened(default_model_path: object) -> Iterator[OpenedModel]:
+    """Its vocabulary is read once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_masks, "GrammarVocabulary", cache(GrammarVocabulary))
+        yield open_model(EngineConfig())
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ import ast
 import asyncio
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -19,9 +17,9 @@ from fastapi.testclient import TestClient
 from tests import children
 from tests.docs.pages import ROOT, blocks
 from tests.docs.running import SHOWN_ADDRESS, answer_to
+from tests.server.local_server import LocalServer, local_server
 
 EXAMPLES = ROOT / "examples"
-QUIRE = [sys.executable, "-m", "quire"]
 SMALL = ["--max-model-len", "1k", "--threads", "1"]
 CALLS = "\n".join(
     f'<tool_call>\n{{"name": "get_temperature", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
@@ -37,32 +35,15 @@ def output_of(name: str, *arguments: str) -> str:
     return result.stdout
 
 
-def address_when_ready(process: "subprocess.Popen[str]") -> str:
-    assert process.stderr is not None
-    report = []
-    for line in process.stderr:
-        report.append(line)
-        if line.startswith("Ready"):
-            return next(word for word in line.split() if word.startswith("http"))
-    raise AssertionError("the server ended before it was ready:\n" + "".join(report))
-
-
 @pytest.fixture(scope="module")
 def servers(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The addresses of a server with a real model and of one with a script; both start at the same time."""
-    script = tmp_path_factory.mktemp("script") / "script.jsonl"
-    script.write_text("\n".join(json.dumps(line) for line in SCRIPT))
-    with ExitStack() as stack:
-        processes = []
-        for extra in ([str(shallow_model_path)], ["--script", str(script)]):
-            command = [*QUIRE, "serve", "--port", "0", *SMALL, *extra]
-            process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            stack.callback(children.end, process)
-            stack.callback(process.communicate, timeout=60)
-            stack.callback(process.terminate)
-            processes.append(process)
-        real, scripted = (address_when_ready(process) for process in processes)
-        yield f"{real}/v1", f"{scripted}/v1"
+    """The addresses of a server with a real model and of one with a script, in threads of this process."""
+    with local_server(tmp_path_factory.mktemp("script"), SCRIPT, *SMALL) as scripted:
+        real = LocalServer(str(shallow_model_path), *SMALL)
+        try:
+            yield f"{real.url}/v1", f"{scripted.url}/v1"
+        finally:
+            real.stop()
 
 
 @pytest.mark.usefixtures("shallow_default")
