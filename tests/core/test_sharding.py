@@ -13,7 +13,7 @@ from quire.formats.presets import SHAPES
 SPEC = SHAPES["qwen3-0.6b"]  # 16 heads, 8 key heads
 
 
-@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 200))
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(241, 440))
 def test_the_parts_are_the_whole(size: int, vocab_size: int) -> None:
     spec = replace(SPEC, vocab_size=vocab_size)
     check_divisible(spec, size)
@@ -40,6 +40,15 @@ def test_the_parts_are_the_whole(size: int, vocab_size: int) -> None:
 def test_what_cannot_be_divided_is_refused(changes: dict[str, int], size: int, possible: str) -> None:
     with pytest.raises(ConfigError, match=rf"tensor_parallel_size is {size}, .*--tensor-parallel-size {possible}\b"):
         check_divisible(replace(SPEC, **changes), size)
+
+
+@pytest.mark.parametrize(("vocab_size", "possible"), [(9, "1 or 2"), (13, "1, 2 or 4")])
+def test_every_rank_has_tokens(vocab_size: int, possible: str) -> None:
+    """Nine in parts of two: the fifth part is the last one."""
+    spec = replace(SPEC, vocab_size=vocab_size)
+    message = f"tensor_parallel_size is 8, but the model has {vocab_size} tokens, of which the last of 8 ranks would "
+    with pytest.raises(ConfigError, match=f"{message}have none. Use --tensor-parallel-size {possible}[.]"):
+        check_divisible(spec, 8)
 
 
 @given(st.integers(1, 28), st.integers(1, 4))

@@ -103,8 +103,8 @@ def test_greedy_tokens_of_every_family(tmp_path: Path, name: str) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in FAMILY_PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     expected = [each.outputs[0].token_ids for each in LLM(folder, dtype="float32").generate(prompts, params)]
-    for sizes in ({"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}):
-        with LLM(folder, dtype="float32", **sizes) as llm:
+    for size, num_stages in ((1, 2), (2, 2), (2, 1), (4, 1)):
+        with LLM(folder, dtype="float32", tensor_parallel_size=size, pipeline_parallel_size=num_stages) as llm:
             assert [each.outputs[0].token_ids for each in llm.generate(prompts, params)] == expected
 
 

@@ -5,13 +5,16 @@ bytes each takes (1, 2, 4 or 8), then the numbers; these, and reals, are little-
 """
 
 from collections.abc import Iterable
-from struct import Struct
+from struct import Struct, pack
 
 import numpy as np
 from numpy.typing import NDArray
 
 _REAL = Struct("<d")
 _LONGEST_COUNT = 10  # bytes
+_FEW = 64  # numbers of an array that are packed faster without numpy
+_LETTERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}  # bytes of a number
 
 
 class UnreadableRecord(Exception):
@@ -49,16 +52,25 @@ class RecordEncoder:
         self.data += encoded
 
     def array(self, numbers: Iterable[int] | NDArray[np.int32]) -> None:
-        wide = np.fromiter(numbers, dtype=np.int64) if not isinstance(numbers, np.ndarray) else numbers
-        if not len(wide):
+        held = numbers if isinstance(numbers, np.ndarray) else list(numbers)
+        if not len(held):
             self.data += b"\0\1"
-            return
-        largest = int(wide.max())
-        width = next(width for width in (1, 2, 4, 8) if largest < 1 << 8 * width)
-        assert wide.min() >= 0, wide
-        self.count(len(wide))
+        elif len(held) <= _FEW:
+            few: list[int] = held.tolist() if isinstance(held, np.ndarray) else held
+            width = self._begin_array(len(few), min(few), max(few))
+            self.data += pack(f"<{len(few)}{_LETTERS[width]}", *few)
+        else:
+            many = np.asarray(held)
+            width = self._begin_array(len(many), int(many.min()), int(many.max()))
+            self.data += many.astype(_WIDTHS[width]).tobytes()
+
+    def _begin_array(self, length: int, least: int, largest: int) -> int:
+        """The bytes that each number takes."""
+        assert least >= 0, least
+        width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
+        self.count(length)
         self.data.append(width)
-        self.data += wide.astype(f"<u{width}").tobytes()
+        return width
 
     def reals(self, numbers: NDArray[np.float32]) -> None:
         self.count(len(numbers))
@@ -81,19 +93,25 @@ class RecordDecoder:
     def raw(self, length: int) -> bytes:
         stop = self.position + length
         if stop > len(self._data):
-            raise UnreadableRecord(f"it ends inside a record, at byte {len(self._data)}", at_end=True)
+            raise self._ended()
         taken = self._data[self.position : stop]
         self.position = stop
         return taken
 
     def count(self) -> int:
-        number = 0
-        for place in range(_LONGEST_COUNT):
-            byte = self.raw(1)[0]
+        number, first = 0, self.position
+        for place, byte in enumerate(self._data[first : first + _LONGEST_COUNT]):
             number |= (byte & 0x7F) << 7 * place
             if byte < 0x80:
+                self.position = first + place + 1
                 return number
+        self.position = min(first + _LONGEST_COUNT, len(self._data))
+        if self.position < first + _LONGEST_COUNT:
+            raise self._ended()
         raise UnreadableRecord(f"there is no number at byte {self.position}")
+
+    def _ended(self) -> UnreadableRecord:
+        return UnreadableRecord(f"it ends inside a record, at byte {len(self._data)}", at_end=True)
 
     def signed(self) -> int:
         number = self.count()
@@ -110,10 +128,16 @@ class RecordDecoder:
             raise UnreadableRecord(f"there is no text before byte {self.position}") from broken
 
     def array(self) -> NDArray[np.int64]:
+        return self._numbers().astype(np.int64)
+
+    def integers(self) -> NDArray[np.int32]:
+        return self._numbers().astype(np.int32)
+
+    def _numbers(self) -> NDArray[np.unsignedinteger]:
         length, width = self.count(), self.raw(1)[0]
-        if width not in (1, 2, 4, 8):
+        if width not in _WIDTHS:
             raise UnreadableRecord(f"there is no array before byte {self.position}")
-        return np.frombuffer(self.raw(length * width), dtype=f"<u{width}").astype(np.int64)
+        return np.frombuffer(self.raw(length * width), dtype=_WIDTHS[width])
 
     def reals(self) -> NDArray[np.float32]:
         return np.frombuffer(self.raw(4 * self.count()), dtype="<f4").astype(np.float32)

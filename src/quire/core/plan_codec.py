@@ -7,10 +7,22 @@ begins with its step number and with bits that say which parts follow; a steady 
 import numpy as np
 
 from quire.core.codec import RecordDecoder, RecordEncoder, UnreadableRecord
-from quire.core.ids import BlockId, IntArray, Row, SequenceId
+from quire.core.ids import BlockId, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
 from quire.core.sampling import RowSampling
-from quire.core.step import AppendTokens, Chunk, ChunkOutput, Drafts, ForcedTokens, Grants, Masks, RowStart, StepPlan
+from quire.core.step import (
+    NO_DRAFTS,
+    NO_GRANTS,
+    AppendTokens,
+    Chunk,
+    ChunkOutput,
+    Drafts,
+    ForcedTokens,
+    Grants,
+    Masks,
+    RowStart,
+    StepPlan,
+)
 
 _TIERS = (Tier.DEVICE, Tier.HOST)
 # Bits of the parts that a plan has.
@@ -64,6 +76,8 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def _parts(plan: StepPlan) -> int:
+    if plan.repeats and not plan.forced:
+        return _GRANTS if len(plan.grants) else 0
     present = (
         plan.moves,
         plan.releases,
@@ -85,25 +99,33 @@ def decode_plan(data: bytes) -> StepPlan:
     """Raises `UnreadableRecord`."""
     decoder = RecordDecoder(data)
     step, parts, num_decoding = decoder.count(), decoder.count(), decoder.count()
-    plan = StepPlan(
+    if not parts & ~_GRANTS:  # a steady step of decoding rows: most are
+        grants = Grants(decoder.integers(), decoder.integers()) if parts else NO_GRANTS
+        plan = StepPlan(step, grants=grants, num_decoding=num_decoding)
+    else:
+        plan = _with_parts(decoder, step, parts, num_decoding)
+    if not decoder.at_end:
+        raise UnreadableRecord(f"bytes are left behind a plan, from {decoder.position} on")
+    return plan
+
+
+def _with_parts(decoder: RecordDecoder, step: int, parts: int, num_decoding: int) -> StepPlan:
+    return StepPlan(
         step=step,
         moves=_moves(decoder) if parts & _MOVES else (),
         releases=_rows(decoder) if parts & _RELEASES else (),
         starts=tuple(_start(decoder) for _ in range(decoder.count())) if parts & _STARTS else (),
         appends=tuple(_append(decoder) for _ in range(decoder.count())) if parts & _APPENDS else (),
-        grants=Grants(_integers(decoder), _integers(decoder)) if parts & _GRANTS else Grants(),
+        grants=Grants(decoder.integers(), decoder.integers()) if parts & _GRANTS else NO_GRANTS,
         chunks=_chunks(decoder) if parts & _CHUNKS else (),
         pauses=_rows(decoder) if parts & _PAUSES else (),
-        drafts=Drafts(_integers(decoder), _integers(decoder)) if parts & _DRAFTS else Drafts(),
+        drafts=Drafts(decoder.integers(), decoder.integers()) if parts & _DRAFTS else NO_DRAFTS,
         masked=_rows(decoder) if parts & _MASKED else (),
         num_decoding=num_decoding,
         num_padding=decoder.count() if parts & _PADDING else 0,
         forced=tuple(_forced(decoder) for _ in range(decoder.count())) if parts & _FORCED else (),
         reset=bool(parts & _RESET),
     )
-    if not decoder.at_end:
-        raise UnreadableRecord(f"bytes are left behind a plan, from {decoder.position} on")
-    return plan
 
 
 def encode_masks(masks: Masks) -> bytes:
@@ -116,13 +138,9 @@ def encode_masks(masks: Masks) -> bytes:
 
 def decode_masks(data: bytes) -> Masks:
     decoder = RecordDecoder(data)
-    rows, passes, width = _integers(decoder), tuple(decoder.array().tolist()), decoder.count()
+    rows, passes, width = decoder.integers(), tuple(decoder.array().tolist()), decoder.count()
     bits = np.frombuffer(decoder.raw(4 * width * len(rows)), "<i4").astype(np.int32).reshape(len(rows), width)
     return Masks(rows, bits, passes)
-
-
-def _integers(decoder: RecordDecoder) -> IntArray:
-    return decoder.array().astype(np.int32)
 
 
 def _rows(decoder: RecordDecoder) -> tuple[Row, ...]:
@@ -138,7 +156,7 @@ def _moves(decoder: RecordDecoder) -> tuple[Move, ...]:
 
 
 def _forced(decoder: RecordDecoder) -> ForcedTokens:
-    return ForcedTokens(Row(decoder.count()), decoder.count(), _integers(decoder))
+    return ForcedTokens(Row(decoder.count()), decoder.count(), decoder.integers())
 
 
 def _append(decoder: RecordDecoder) -> AppendTokens:
@@ -168,11 +186,11 @@ def _start(decoder: RecordDecoder) -> RowStart:
         row=Row(decoder.count()),
         sequence=SequenceId(decoder.count()),
         branch=decoder.count(),
-        tokens=_integers(decoder),
+        tokens=decoder.integers(),
         num_prompt=decoder.count(),
         max_length=decoder.count(),
         sampling=_sampling(decoder),
-        continuation=_integers(decoder),
+        continuation=decoder.integers(),
     )
 
 

@@ -45,7 +45,7 @@ def encode_outcome(outcome: RowOutcome) -> bytes:
 
 def decode_outcome(data: bytes) -> RowOutcome:
     decoder = RecordDecoder(data)
-    return RowOutcome(_integers(decoder), _integers(decoder), _integers(decoder))
+    return RowOutcome(decoder.integers(), decoder.integers(), decoder.integers())
 
 
 def encode_result(result: StepResult) -> bytes:
@@ -84,11 +84,11 @@ def decode_result(data: bytes) -> StepResult:
     decoder = RecordDecoder(data)
     result = StepResult(
         step=decoder.count(),
-        rows=_integers(decoder),
-        tokens=_integers(decoder),
+        rows=decoder.integers(),
+        tokens=decoder.integers(),
         ended=_ended(decoder),
         passes=tuple(decoder.array().tolist()),
-        verified=Verified(*(_integers(decoder) for _ in range(4))),
+        verified=Verified(*(decoder.integers() for _ in range(4))),
         logprobs={Row(decoder.count()): _scores(decoder) for _ in range(decoder.count())},
         prompt_logprobs=tuple(
             PromptLogprobs(Row(decoder.count()), decoder.count(), _scores(decoder)) for _ in range(decoder.count())
@@ -122,13 +122,9 @@ def _put_best(encoder: RecordEncoder, ids: IntArray, logprobs: FloatArray) -> No
 
 
 def _best(decoder: RecordDecoder) -> tuple[IntArray, FloatArray]:
-    return _integers(decoder), decoder.reals()
+    return decoder.integers(), decoder.reals()
 
 
 def _ended(decoder: RecordDecoder) -> tuple[FinishedRow, ...]:
     rows, reasons = decoder.array().tolist(), decoder.array().tolist()
     return tuple(FinishedRow(Row(row), _REASONS[reason]) for row, reason in zip(rows, reasons, strict=True))
-
-
-def _integers(decoder: RecordDecoder) -> IntArray:
-    return decoder.array().astype(np.int32)

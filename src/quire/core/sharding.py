@@ -94,15 +94,24 @@ def check_divisible(spec: ModelSpec, size: int) -> None:
     if _divides(spec, size):
         return
     possible = [str(each) for each in range(1, spec.num_heads + 1) if _divides(spec, each)]
+    parts = (
+        f"{spec.num_heads} attention heads, {spec.num_kv_heads} key heads and a feed-forward width of {spec.ffn_size}, "
+        f"which {size} ranks cannot share evenly"
+    )
+    if _divides_layers(spec, size):
+        parts = f"{spec.vocab_size} tokens, of which the last of {size} ranks would have none"
     raise ConfigError(
-        f"tensor_parallel_size is {size}, but the model has {spec.num_heads} attention heads, {spec.num_kv_heads} key "
-        f"heads and a feed-forward width of {spec.ffn_size}, which {size} ranks cannot share evenly. Use "
+        f"tensor_parallel_size is {size}, but the model has {parts}. Use "
         f"--tensor-parallel-size {' or '.join(filter(None, (', '.join(possible[:-1]), possible[-1])))}.",
         param="tensor_parallel_size",
     )
 
 
 def _divides(spec: ModelSpec, size: int) -> bool:
+    return _divides_layers(spec, size) and len(Shard(size - 1, size).vocabulary(spec)) > 0
+
+
+def _divides_layers(spec: ModelSpec, size: int) -> bool:
     shares_keys = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     return spec.num_heads % size == 0 and spec.ffn_size % size == 0 and shares_keys
 

@@ -16,6 +16,7 @@ import sys
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH_BYTES = 4
+_READ_BYTES = 1 << 16
 _MEMORY_OF_PROCESS = "/proc/self/statm"  # the first number: pages of its address space
 
 
@@ -79,6 +80,37 @@ def receive_bytes(connection: socket.socket) -> bytes | None:
         return None
     data = _receive(connection, num_bytes)
     return data if len(data) == num_bytes else None
+
+
+class FrameReader:
+    """Frames of a connection that nothing else reads from: what has arrived is read in one call."""
+
+    __slots__ = ("_arrived", "_connection")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._arrived = b""  # and not yet returned
+
+    def receive(self) -> bytes | None:
+        """As `receive_bytes`."""
+        arrived = self._arrived
+        while len(arrived) < _LENGTH_BYTES:
+            try:
+                piece = self._connection.recv(_READ_BYTES)
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            arrived += piece
+        stop = _LENGTH_BYTES + int.from_bytes(arrived[:_LENGTH_BYTES], "big")
+        if stop - _LENGTH_BYTES > MAX_FRAME_BYTES:
+            return None
+        if len(arrived) < stop:
+            arrived += _receive(self._connection, stop - len(arrived))
+            if len(arrived) < stop:
+                return None
+        self._arrived = arrived[stop:]
+        return arrived[_LENGTH_BYTES:stop]
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

@@ -22,7 +22,7 @@ from quire.core.plan_codec import decode_plan, encode_masks, encode_plan
 from quire.core.result_codec import RowOutcome, decode_outcome, decode_result, encode_outcome, encode_result
 from quire.core.sharding import Shard
 from quire.core.step import ChunkOutput, Masks, StepPlan, StepResult
-from quire.core.worker_process import frame_of, receive_bytes
+from quire.core.worker_process import FrameReader, frame_of
 from quire.models.interface import Model
 from quire.runner.batch import build_batch
 from quire.runner.graph_shapes import LaunchCounts
@@ -82,7 +82,8 @@ def full_answer(result: StepResult) -> bytes:
 
 def follow_stage(runner: StageRunner, leader: socket.socket) -> None:
     """Compute the steps that rank 0 sends, in a stage before the last, until it closes the connection."""
-    while (frame := receive_bytes(leader)) is not None:
+    plans = FrameReader(leader)
+    while (frame := plans.receive()) is not None:
         kind, data = frame[:1], frame[1:]
         if kind == PLAN:
             runner.launch(decode_plan(data))
@@ -120,8 +121,10 @@ class PipelineParallelRunner:
         self._between.send(frame)
         self._sampling_too.send(frame)
         self._sampling.send(frame)
-        with self._between.failing():
+        try:
             self._local.launch(plan)
+        except Exception as error:
+            raise self._between.failed_here(error) from error
         return PendingPipeline(self, plan.step)
 
     def sample(self, masks: Masks) -> None:
@@ -145,8 +148,10 @@ class PipelineParallelRunner:
             self._sampling_too.check_answers(result)
             outcome = RowOutcome.of(result)
             self._between.send(_OUTCOME + encode_outcome(outcome))
-            with self._between.failing():
+            try:
                 self._local.absorb(outcome)
+            except Exception as error:
+                raise self._between.failed_here(error) from error
             self._results[result.step] = result
             self._last_absorbed = result.step
 
@@ -156,7 +161,7 @@ class _SamplingRank:
 
     def __init__(self, rank: int, connection: socket.socket, why_lost: Callable[[], str | None]) -> None:
         self._rank, self._connection = rank, connection
-        self._follower = Followers({rank: connection}, why_lost)
+        self._follower, self._results = Followers({rank: connection}, why_lost), FrameReader(connection)
         self._arrived: deque[bytes | None] = deque()
 
     def send(self, data: bytes) -> None:
@@ -175,11 +180,11 @@ class _SamplingRank:
         poll.register(self._connection, select.POLLIN | select.POLLOUT)
         [(_, events)] = poll.poll()
         if events & select.POLLIN:
-            self._arrived.append(receive_bytes(self._connection))
+            self._arrived.append(self._results.receive())
 
     def receive(self, step: int) -> StepResult:
         while True:
-            answer = self._arrived.popleft() if self._arrived else receive_bytes(self._connection)
+            answer = self._arrived.popleft() if self._arrived else self._results.receive()
             if answer is None or answer[:1] != _RESULT:
                 raise self._follower.failed(self._rank, answer, step)
             result = decode_result(answer[1:])

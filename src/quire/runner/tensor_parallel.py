@@ -10,9 +10,9 @@ answer, before the tokens leave the engine.
 
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
 from typing import Protocol
@@ -23,7 +23,7 @@ from quire.core.errors import RankFailed
 from quire.core.ids import IntArray, Row
 from quire.core.plan_codec import decode_masks, decode_plan, encode_masks, encode_plan
 from quire.core.step import FinishReason, Masks, Pending, Runner, StepPlan, StepResult
-from quire.core.worker_process import receive_bytes, send_bytes
+from quire.core.worker_process import FrameReader, frame_of, send_bytes
 from quire.runner.graph_shapes import StepSize
 
 PLAN, MASKS, CAPTURE = b"P", b"M", b"C"  # the first byte of a frame
@@ -34,10 +34,12 @@ _REASONS = {reason: place for place, reason in enumerate(FinishReason)}
 
 def checksum(result: StepResult) -> int:
     """Of the rows and tokens of a step, and of the rows that ended."""
-    ended = np.array([(over.row, _REASONS[over.reason]) for over in result.ended], dtype=np.int32)
     number = 0
-    for part in (result.rows, result.tokens, ended):
-        number = zlib.crc32(np.ascontiguousarray(part, np.int32).tobytes(), number)
+    for part in (result.rows, result.tokens):
+        number = zlib.crc32(np.ascontiguousarray(part, np.int32).data, number)
+    if result.ended:
+        ended = np.array([(over.row, _REASONS[over.reason]) for over in result.ended], dtype=np.int32)
+        number = zlib.crc32(ended.data, number)
     return number
 
 
@@ -53,13 +55,15 @@ class Followers:
         """`why_lost`: what is known about a rank that ended; may wait a moment for it."""
         self.connections = connections
         self.why_lost = why_lost
+        self._readers = {rank: FrameReader(connection) for rank, connection in connections.items()}
 
-    def send(self, frame: bytes) -> None:
-        for follower in self.connections.values():
-            try:
-                send_bytes(follower, frame)
-            except OSError as error:
-                raise self.unreachable(error) from error
+    def send(self, data: bytes) -> None:
+        frame = frame_of(data)
+        try:
+            for follower in self.connections.values():
+                follower.sendall(frame)
+        except OSError as error:
+            raise self.unreachable(error) from error
 
     def unreachable(self, error: OSError) -> RankFailed:
         return RankFailed(self.why_lost() or f"A rank cannot be reached: {error}.")
@@ -67,20 +71,18 @@ class Followers:
     def check_answers(self, result: StepResult) -> None:
         """Each must have sampled the same tokens in the same step."""
         expected = summary(result)
-        for rank, follower in self.connections.items():
-            answer = receive_bytes(follower)
+        for rank, follower in self._readers.items():
+            answer = follower.receive()
+            if answer == expected:
+                continue
             while answer is not None and len(answer) == _ANSWER.size and _ANSWER.unpack(answer)[0] < result.step:
-                answer = receive_bytes(follower)  # that was of a step whose result was not wanted any more
+                answer = follower.receive()  # that was of a step whose result was not wanted any more
             if answer != expected:
                 raise self._failure(rank, answer, result.step)
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """The other ranks wait inside a collective that this one has left, or the other way round."""
-        try:
-            yield
-        except Exception as error:
-            raise RankFailed(self.why_lost() or f"Rank 0 failed: {type(error).__name__}: {error}") from error
+    def failed_here(self, error: Exception) -> RankFailed:
+        """Rank 0 raised this: the other ranks wait inside a collective that it has left, or the other way round."""
+        return RankFailed(self.why_lost() or f"Rank 0 failed: {type(error).__name__}: {error}")
 
     def _failure(self, rank: int, answer: bytes | None, step: int) -> RankFailed:
         if answer is None or len(answer) != _ANSWER.size:
@@ -134,24 +136,32 @@ class TensorParallelRunner:
 
     def _capture(self, capturing: RankCapture, shape: StepSize | None) -> None:
         self._others.send(CAPTURE + (b"" if shape is None else _SHAPE.pack(*shape)))
-        with self._others.failing():
+        try:
             capturing.capture(shape)
+        except Exception as error:
+            raise self._others.failed_here(error) from error
 
     def launch(self, plan: StepPlan) -> "PendingRanks":
         if self._capturing is not None and (wanted := self._capturing.take_wanted()) is not None:
             self._capture(self._capturing, wanted)
         self._others.send(PLAN + encode_plan(plan))
-        with self._others.failing():
+        try:
             return PendingRanks(self, self._local.launch(plan))
+        except Exception as error:
+            raise self._others.failed_here(error) from error
 
     def sample(self, pending: Pending, masks: Masks) -> None:
         self._others.send(MASKS + encode_masks(masks))
-        with self._others.failing():
+        try:
             pending.sample(masks)
+        except Exception as error:
+            raise self._others.failed_here(error) from error
 
     def wait(self, pending: Pending) -> StepResult:
-        with self._others.failing():
+        try:
             result = pending.wait()
+        except Exception as error:
+            raise self._others.failed_here(error) from error
         self._others.check_answers(result)
         return result
 
@@ -215,8 +225,9 @@ def follow(
     """Compute the steps that rank 0 sends, until it closes the connection. Sends the error of a step that failed, and
     raises it. `run_ahead`: a step is launched before those in flight have ended."""
     pending, answers = None, _Answers(leader, answer, run_ahead=run_ahead)
+    plans = FrameReader(leader)
     try:
-        while (frame := receive_bytes(leader)) is not None:
+        while (frame := plans.receive()) is not None:
             kind, data = frame[:1], frame[1:]
             if kind == CAPTURE:
                 assert capturing is not None, "rank 0 captures, and this one does not"
