@@ -9,6 +9,7 @@ import pytest
 
 from tests import children
 from tests.cli.commands import SMALL, Shell
+from tests.tiers import long_only
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
@@ -21,7 +22,7 @@ def _quire(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @needs_full
-@pytest.mark.parametrize("line", ["--version", "--help", "list", "list --json", "check --steps 20"])
+@pytest.mark.parametrize("line", ["--help", "check --steps 20", *long_only(["--version", "list", "list --json"])])
 def test_a_full_disk_is_one_sentence(line: str) -> None:
     result = _quire(f">{FULL}", *line.split())
     assert result.returncode == 1
@@ -36,7 +37,7 @@ def test_a_journal_on_a_full_disk_is_named(quire: Shell) -> None:
     assert result.err == f"quire: {FULL} cannot be written: No space left on device.\n"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-", *long_only(["<&-", "2>&-"])])
 def test_a_closed_stream_is_the_null_device(closed: str) -> None:
     result = _quire(closed, "list", "--json")
     assert (result.returncode, result.stderr) == (0, "")

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
@@ -49,6 +49,7 @@ from quire.engine.wire import (
     request_number,
 )
 from quire.sched.prompt_split import PrefillCosts
+from tests.tiers import examples
 
 PARAMS = SamplingParams(
     n=3, temperature=0.5, stop=["a", "ü"], logit_bias={7: -1.5}, seed=2**62, logprobs=2, max_tokens=None
@@ -183,6 +184,7 @@ def plain(value: object) -> object:
 
 
 @pytest.mark.parametrize("kind", (*ToEngine.__args__, *ToFront.__args__), ids=lambda kind: kind.__name__)
+@settings(max_examples=examples(20, 60))
 @given(data=st.data())
 def test_every_message_is_decoded_as_it_was_sent(kind, data):
     message = data.draw(MESSAGES[kind])

@@ -136,7 +136,7 @@ def _logits(peer: LlamaForCausalLM, said: Continuation) -> torch.Tensor:
 def test_float32_gives_the_same_greedy_ids(default_model_path, twin):
     """Token by token, after the very tokens that quire chose: as long as all agree, that is what the twin generates.
 
-    Its own loop is asked for the shortest prompt, and in the long tier for the longest, too.
+    Its own loop is asked in the long tier, for the shortest and the longest prompt.
     """
     continuations = _continuations(LLM(str(default_model_path), dtype="float32"))
     assert len(continuations) >= examples(8, 20)
@@ -145,7 +145,7 @@ def test_float32_gives_the_same_greedy_ids(default_model_path, twin):
     for said in continuations:
         assert len(said.tokens) == NUM_NEW
         assert said.tokens == _logits(twin, said).argmax(dim=-1).tolist(), said.prompt
-    for said in choices(by_length[:1], [by_length[0], by_length[-1]]):
+    for said in choices([], [by_length[0], by_length[-1]]):
         assert said.tokens == _generate(twin, said.prompt), said.prompt
 
 

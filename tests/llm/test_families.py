@@ -14,8 +14,10 @@ from quire.sched.audit import audit_rest
 from tests.llm.drafting import always, on_device
 from tests.llm.tiny import write_model
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, WINDOW, build
+from tests.tiers import long_only
 
 NAMES = ["llama2", "llama-tied", "llama3", "yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+FEWER = ("llama3", "yarn", "gemma3")  # for what depends little on the family
 NUM_NEW = 14
 NEVER = VOCAB + 7  # an end token that no row of logits has
 
@@ -76,11 +78,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 each_family = pytest.mark.parametrize("saved", NAMES, indirect=True)
 
 
-def each_family_with(name: str, values: Mapping[str, object]) -> pytest.MarkDecorator:
-    """The short tier tries the first value with every family, and all values with the family that has most features."""
+def each_family_with(name: str, values: Mapping[str, object], short: Sequence[str] = NAMES) -> pytest.MarkDecorator:
+    """The short tier tries the first value with some families, and all values with the one that has most features."""
     first = next(iter(values))
     grid = [
-        pytest.param(family, value, id=f"{family}-{label}", marks=marks_of(label == first or family == "gemma3"))
+        pytest.param(
+            family,
+            value,
+            id=f"{family}-{label}",
+            marks=marks_of((label == first and family in short) or family == "gemma3"),
+        )
         for family in NAMES
         for label, value in values.items()
     ]
@@ -124,7 +131,7 @@ def test_greedy_ids_with_drafts_are_those_of_transformers(saved, where, monkeypa
     audit_rest(engine.scheduler)
 
 
-@each_family_with("block_size", {"4": 4, "1": 1, "16": 16})
+@each_family_with("block_size", {"4": 4, "1": 1, "16": 16}, FEWER)
 def test_preemption_changes_no_token(saved, block_size):
     """The cache holds the longest request and little more: the others are preempted and resumed."""
     bytes_per_token = open_checkpoint(saved.folder).spec.kv_bytes_per_token(4)
@@ -155,7 +162,7 @@ def test_log_probabilities_are_those_of_transformers(saved):
                 assert score.rank == 1 + int((truth[place] > truth[place, candidate]).sum())
 
 
-@each_family
+@pytest.mark.parametrize("saved", [*FEWER, *long_only(name for name in NAMES if name not in FEWER)], indirect=True)
 def test_a_whole_context_is_usable(saved):
     llm = saved.open()
     assert llm.built.resolved.max_model_len == MAX_POSITIONS

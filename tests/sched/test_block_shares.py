@@ -17,6 +17,7 @@ from quire.sched.reference_checks import add_reference_checks
 from quire.sched.reservation import Overcommit
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, OPTIMISTIC, Bench, counting, events_of, oracle_output
+from tests.tiers import long_only
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 AT_ONCE = OrderPolicy(share_patience_s=0.0)
@@ -175,7 +176,7 @@ def test_the_limit_of_preemptions_holds(most: int) -> None:
     assert large.group.num_preemptions == most
 
 
-@DEPTHS
+@pytest.mark.parametrize("depth", [1, *long_only([0, 2])])
 def test_one_tenant_with_long_contexts_does_not_starve_another(depth: int) -> None:
     """As an attacker does it: few rows, all blocks, one request after the other. The other tenant's requests wait for
     a few steps each, not for the end of a context."""

@@ -37,7 +37,7 @@ from quire.sim.check.trial import CheckRun
 from quire.sim.runners import ToyRunner
 from tests.tiers import examples
 
-NUM_WORLDS = examples(30, 80)
+NUM_WORLDS = examples(15, 80)
 DEAR_DRAFTS = Constants(1.0, 0.0, 1.5, 0.0, 0.0, context_per_draft=0.0)  # a draft pays if it is nearly always right
 
 
@@ -265,7 +265,7 @@ def _header_length(whole: bytes) -> int:
 def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     whole = _journal(tmp_path)
     dice = random.Random(0)
-    for position in dice.sample(range(len(whole)), examples(20, 60)):
+    for position in dice.sample(range(len(whole)), examples(10, 60)):
         changed = bytearray(whole)
         changed[position] ^= 1 << dice.randrange(8)
         (tmp_path / "changed").write_bytes(changed)
@@ -281,7 +281,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
 def test_a_journal_that_was_cut_off_is_good_up_to_there(tmp_path: Path, hindsight: bool) -> None:
     """Also where plans depend on tokens of rows that were not released: what they depend on is recorded."""
     whole = _journal(tmp_path, hindsight=hindsight)
-    for length in random.Random(1).sample(range(_header_length(whole), len(whole)), examples(15, 40)):
+    for length in random.Random(1).sample(range(_header_length(whole), len(whole)), examples(8, 40)):
         (tmp_path / "cut").write_bytes(whole[:length])
         report = replay(tmp_path / "cut")
         assert report.difference is None, length

@@ -31,6 +31,7 @@ from quire.sched.loop import Loop
 from quire.sched.policy import SchedulerSpec
 from quire.sched.scheduler import Scheduler
 from tests.sched.test_fault_bisection import Allergic, request_of
+from tests.tiers import long_only
 
 # These change nothing that a decision depends on.
 QUERIES = {
@@ -72,7 +73,7 @@ class Counted(JournaledScheduler):
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [1, *long_only([0, 2])])
 def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
     calls: Counter[str] = Counter()
     for seed in range(8):

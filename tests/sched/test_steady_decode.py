@@ -10,6 +10,7 @@ from quire.sched.journal.recorder import checksum
 from quire.sched.scheduler import Scheduler
 from quire.sched.steady_decode import SteadyDecode
 from tests.sched.stepping import Bench
+from tests.tiers import long_only
 
 
 def history(seed: int, depth: int) -> list[object]:
@@ -41,7 +42,7 @@ def history(seed: int, depth: int) -> list[object]:
     return [[checksum(plan) for plan in bench.plans], bench.emitted, bench.finished, seen, cost.version, learned]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 2, *long_only([1])])
 def test_steady_steps_are_those_that_are_planned_in_full(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num_full = 0
     commit = Scheduler._commit
