@@ -64,10 +64,15 @@ def test_collection_resumes_after_the_last_of_several_threads() -> None:
 
 
 def test_gc_settings_are_restored_after_a_measurement() -> None:
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    with gc_undisturbed():
-        assert gc.get_freeze_count() > frozen and gc.get_threshold()[0] > before[0]
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    before = (701, 11, 12)
+    gc.set_threshold(*before)
+    try:
+        with gc_undisturbed():
+            assert gc.get_freeze_count() > frozen and gc.get_threshold()[0] > before[0]
+        assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_a_frozen_heap_is_not_collected() -> None:
