@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
-import httpx
 import pytest
 
 from quire.cli.config_file import ModelTable
@@ -29,7 +28,8 @@ from quire.server.autoscaling import ReplicaLimits
 from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine, RestartRunning
 from quire.server.request_stream import RequestStream
-from tests.clients.client_server import SMALL, scripted
+from tests.clients.client_server import SMALL
+from tests.server.local_server import local_server
 from tests.server.supervision import until, watched
 
 LINES = """{"step_ms": 2}
@@ -230,8 +230,8 @@ def test_replicas_within_limits_follow_the_queue_and_lose_nothing(default_model_
 def test_a_server_with_replicas_keeps_conversations_and_balances(tmp_path: Path, default_model_path: Path) -> None:
     lines: list[dict[str, object]] = [{"step_ms": 5}, {"say": "I see."}]
     with (
-        scripted(tmp_path, lines, *SMALL, "--replicas", "2", "--admin-key", "sk-admin") as url,
-        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+        local_server(tmp_path, lines, *SMALL, "--replicas", "2", "--admin-key", "sk-admin") as server,
+        server.client(trust_env=False) as client,
     ):
         talks = [[{"role": "user", "content": f"{number} is the number of this talk. " * 40}] for number in range(8)]
 

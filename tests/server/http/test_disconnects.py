@@ -102,13 +102,15 @@ def stopped_by_second_signal(server: Running | LocalServer, send_signal: Callabl
     assert not any("[DONE]" in line or '"finish_reason":"' in line for line in rest)
 
 
+@pytest.mark.long  # below in threads, and a process that ends after a signal above
 def test_a_second_signal_stops_at_once_and_sends_an_error(server: Running) -> None:
     stopped_by_second_signal(server, server.process.send_signal, signal.SIGINT)
     assert server.process.wait(60) == 0
 
 
-def test_a_second_sigterm_stops_like_ctrl_c(local: LocalServer) -> None:
-    stopped_by_second_signal(local, local.send_signal, signal.SIGTERM)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_the_drain(local: LocalServer, second: signal.Signals) -> None:
+    stopped_by_second_signal(local, local.send_signal, second)
     local.wait()
 
 
