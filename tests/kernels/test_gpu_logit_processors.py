@@ -13,7 +13,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import Masks
 from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
 from quire.sampling.logit_processors import count_tokens_reference
-from quire.sampling.row_params import SamplingBatch
+from quire.sampling.row_params import DraftedLines, SamplingBatch
 from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
 from tests.sampling.reference import Case, row_start
@@ -144,11 +144,56 @@ def test_rows_are_found_by_number_and_padding_is_ignored() -> None:
     assert torch.equal(shaped[[0, 2]], plain._process_logits(logits, batch)[[0, 2]])
 
 
+def test_lines_behind_drafts_are_processed_as_if_the_drafts_had_been_sampled() -> None:
+    """The same bits as one line after the other, and the same state behind what was accepted."""
+    text, drafts = (1, 8, 4000, 9, 9, 9, 1), ((8, 3077, 7), (), (9, 9), (2, 8))
+    every = RowSampling(
+        repetition_penalty=1.2, frequency_penalty=0.5, bad_words=((8, 3077), (9, 9, 1), (9, 4000), (8,)),
+        logit_bias=((5, 1.5),), min_tokens=7, end_ids=(7, 3000),
+    )  # fmt: skip
+    assigned = [Case(wish, text, num_prompt=2) for wish in (every, RowSampling(), WORN, WARY)]
+    quick, plain = samplers(assigned, 4001)
+    rows, counts = np.arange(4, dtype=np.int32), np.array([len(each) for each in drafts])
+    lines = DraftedLines.of(rows, counts)
+    logits = normal(len(lines.lines) + 2, 4001)
+    tokens = torch.tensor([token for each in drafts for token in (text[-1], *each)] + [0, 0], device=DEVICE)
+    numbers = torch.tensor(lines.numbers, device=DEVICE)
+    device_rows = torch.tensor(lines.line_rows, device=DEVICE).long()
+    found = logits.clone()
+    quick.process_drafted(found, lines, tokens, device_rows, numbers + len(text))
+    truth = logits.clone()
+    for number in range(4):
+        at = np.flatnonzero(lines.numbers == number)
+        batch = SamplingBatch(device_rows[at], lines.line_rows[at], numbers[at] + len(text))
+        truth[at] = plain._process_logits(logits[at], batch)
+        going_on = [row for row in lines.line_rows[at].tolist() if number < len(drafts[row])]
+        on_device, on_host = torch.tensor(going_on, device=DEVICE).long(), np.array(going_on, dtype=np.int32)
+        plain.commit(
+            SamplingBatch(on_device, on_host, batch.positions),
+            torch.tensor([drafts[row][number] for row in going_on], device=DEVICE).long(),
+        )
+    assert torch.equal(found.view(torch.int32), truth.view(torch.int32))
+    assert not torch.equal(found[:4], logits[:4]) and torch.equal(found[4], logits[4]), "the second row needs nothing"
+
+    quick, plain = samplers(assigned, 4001)
+    sampled = torch.tensor([[8, 5, 9, 2], [9, 6, 9, 8], [9, 1, 4, 7]], device=DEVICE)
+    emitted = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 0, 0, 0]], device=DEVICE)
+    quick.commit_drafted(rows, torch.stack([sampled, emitted, torch.ones_like(sampled)]))
+    for token, counted in zip(sampled, emitted, strict=True):
+        at = counted.nonzero()[:, 0]
+        plain.commit(SamplingBatch(at, at.cpu().numpy().astype(np.int32), at), token[at])
+    assert torch.equal(quick._penalties.generated, plain._penalties.generated)
+    assert torch.equal(quick._bad_words._tails, plain._bad_words._tails)
+
+
 def test_more_tokens_are_counted_than_one_program_takes() -> None:
+    """Some of them twice in the same place."""
     numbers = torch.Generator().manual_seed(0)
     places = torch.randperm(150, generator=numbers)
     places[torch.arange(0, 150, 4)] = -1
+    places[1:40] = places[1]
     tokens = torch.randint(0, 37, (150,), generator=numbers)
+    assert len(set(tokens[1:40].tolist())) < 39
     before = torch.randint(0, 9, (150, 37), generator=numbers, dtype=torch.int32)
     counted, truth = before.clone().to(DEVICE), before.clone()
     count_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)

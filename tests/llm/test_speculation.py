@@ -121,18 +121,42 @@ def test_a_request_that_leaves_no_token_behind_an_accepted_draft_is_told_so(tiny
 
 
 def test_drafts_on_the_device_change_no_output(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose tokens need more than their logits run beside those with drafts."""
+    """Of requests of all kinds beside each other."""
     plain = on_device(tiny_folder, monkeypatch)
     drafting = always(on_device(tiny_folder, monkeypatch, speculative="auto", run_ahead=1))
-    kinds = (KINDS["greedy"], KINDS["logprobs"], KINDS["stop"], KINDS["bias"])
-    params = [SamplingParams(max_tokens=16, **kind) for kind in kinds]
-    for prompts in (PROMPTS, PROMPTS):
-        mine, theirs = drafting.generate(prompts, params), plain.generate(prompts, params)
+    kinds = choices(("greedy", "penalties", "bias", "logprobs", "json drawn", "completed"), tuple(KINDS))
+    params = [SamplingParams(**{"max_tokens": 16} | KINDS[kind]) for kind in kinds]
+    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(len(params))]
+    theirs = plain.generate(prompts, params)
+    for _ in range(2):
+        mine = drafting.generate(prompts, params)
         assert [(o.token_ids, o.text, o.finish_reason) for each in mine for o in each.outputs] == [
             (o.token_ids, o.text, o.finish_reason) for each in theirs for o in each.outputs
         ]
     counters = drafting._built.engine.scheduler.counters
-    assert counters.drafted_tokens > counters.accepted_tokens > 5
+    accepted = dict(zip(DRAFTERS, counters.accepted_by, strict=True))
+    assert counters.drafted_tokens > counters.accepted_tokens and accepted["text"] > 30 and accepted["grammar"] > 10
+    for kind, output in zip(kinds, mine, strict=True):
+        assert output.metrics.num_drafted_tokens > 0, f"{kind} ran without drafts"
+
+
+def test_jump_forward_on_the_device_takes_one_step_for_several_tokens(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--speculative grammar` as on a GPU, with a step in flight: what is forced is known one step later."""
+    plain = on_device(tiny_folder, monkeypatch)
+    jumping = on_device(tiny_folder, monkeypatch, speculative="grammar", run_ahead=1)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, regex="[ab]-favourite-colour-of-all-[0-9]{3}")
+    (one,), (other,) = (llm.generate("x", params) for llm in (plain, always(jumping)))
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids and other.outputs[0].finish_reason == "stop"
+    metrics = other.metrics
+    assert metrics.num_drafted_tokens == metrics.num_accepted_tokens >= 12
+    steps = [llm._built.engine.scheduler.last_absorbed + 1 for llm in (plain, jumping)]
+    assert steps[0] - steps[1] >= metrics.num_accepted_tokens - 1
+    free = SamplingParams(temperature=0, max_tokens=20)
+    texts = [[each.outputs[0].token_ids for each in llm.generate(PROMPTS[:2], free)] for llm in (plain, jumping)]
+    assert texts[0] == texts[1]
+    assert jumping._built.engine.scheduler.counters.drafted_tokens == metrics.num_drafted_tokens
 
 
 def test_outputs_are_the_same_beside_prompts_and_under_pressure(tiny_folder: Path) -> None:

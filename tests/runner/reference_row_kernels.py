@@ -13,16 +13,25 @@ from quire.kernels.row_interface import (
     SamplingTable,
     decode_inputs_reference,
 )
+from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
 from quire.sampling.logit_processors import count_tokens_reference
 from quire.sampling.logprobs import token_logprobs_reference
 
 
-def choose_likeliest(
+def sample_plainly(
     logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage
 ) -> Sampled:
-    assert not table.integers[rows.clamp(min=0), 3].any(), "somebody wants a random token"
+    at = rows.clamp(min=0)
+    seed, index, top_k, random = table.integers[at, :4].unbind(1)
     highest, tokens = logits.max(dim=-1)
     finite = torch.isfinite(highest) & (rows >= 0)
+    if random.any():
+        assert stages is SamplingStage.DRAWN, "a row wants a random token, and the others decided for it"
+        temperature, top_p, min_p = table.floats[at, :3].unbind(1)
+        safe = torch.where(finite[:, None], logits, 0.0)
+        weights = drop_unlikely(token_weights(safe, safe.amax(-1), temperature), min_p)
+        weights = keep_likeliest(safe, weights, top_k, top_p, logits.shape[1])
+        tokens = torch.where(random == 1, draw(weights, uniform(seed, index, positions)), tokens)
     return Sampled(torch.where(finite, tokens, 0), finite)
 
 
@@ -61,7 +70,9 @@ def shape_plainly(
         if positions[at] - num_prompt < min_tokens:
             values[torch.isin(ids, shaping.end_ids[row])] = -torch.inf
         if count >= 0:
-            generated = shaping.generated[count]
+            generated = shaping.generated[count].clone()
+            for draft in shaping.drafts[at].tolist() if len(shaping.drafts) else ():
+                generated[draft] += draft >= 0
             seen = shaping.in_prompt[count] | (generated > 0)
             values[seen] = torch.where(values > 0, values / repetition, values * repetition)[seen]
             values -= generated * frequency
@@ -82,7 +93,7 @@ def mask_plainly(logits: Tensor, masks: Tensor) -> None:
 REFERENCE_ROW_KERNELS = RowKernels(
     shape_plainly,
     mask_plainly,
-    choose_likeliest,
+    sample_plainly,
     count_tokens_reference,
     token_logprobs_reference,
     finish_plainly,

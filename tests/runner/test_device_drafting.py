@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.ids import IntArray
+from quire.core.ids import IntArray, Row
 from quire.core.sampling import SamplingParams
-from quire.core.step import Drafts
+from quire.core.speculative import DRAFTERS
+from quire.core.step import Drafts, ForcedTokens
 from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.request_validator import RequestValidator
@@ -16,6 +17,7 @@ from quire.kernels.transfers import HostCopy
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import (
+    DeviceDrafting,
     DraftConfig,
     RowHistory,
     SuffixDrafter,
@@ -27,7 +29,9 @@ from quire.runner.device_drafting import (
 from quire.runner.drafters import NgramDrafter
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
-from quire.runner.verification import SampledTokens
+from quire.runner.row_table import RowTable
+from quire.sampling.logprobs import LineScores, Scores
+from quire.sampling.row_params import DraftedLines
 from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 from quire.sched.speculation import SpeculationPolicy
@@ -83,20 +87,52 @@ def test_the_tree_is_followed_left_and_found_again() -> None:
     assert propose(drafter, texts_of([1, 2, 9]), 1) == [[9]], "another sequence has the row"
 
 
-def test_rows_that_are_sampled_apart_are_in_the_first_pass() -> None:
-    outcome = np.zeros((5, 2, 3), dtype=np.int64)
-    outcome[:, 0, 0], outcome[:, 1, 0] = (7, 1, 1, 0, 0), (8, 1, 1, 0, 1)
-    outcome[:, 0, 2] = (6, 1, 1, 0, 0)
-    apart = SampledTokens(ids(5), HostCopy(torch.tensor([[9], [1], [1], [1], [0]])), None)
-    drafted = drafts_computed(Drafts(ids(3), ids(20)))
-    assert drafted.counts.tolist() == [7], "as many as a graph holds"
-    assert counts_of(ids(1, 3, 5), drafted).tolist() == [0, 7, 0]
-    result = VerifiedRows(ids(3, 5, 8), HostCopy(torch.from_numpy(outcome)), drafted, apart).wait(4)
+def test_a_row_has_a_token_and_its_logprobs_in_each_pass_that_it_reaches() -> None:
+    outcome = np.zeros((5, 3, 3), dtype=np.int64)
+    outcome[:, 0] = np.array([(7, 1, 1, 0, 0), (9, 1, 1, 1, 0), (6, 1, 1, 0, 0)]).T
+    outcome[:, 1, 0] = (8, 1, 1, 0, 1)
+    drafted = drafts_computed(Drafts(ids(3, 8), ids(20, 2)), [ForcedTokens(Row(8), 4, ids(1, 2))])
+    assert drafted.counts.tolist() == [7, 2], "as many as a graph holds"
+    assert [DRAFTERS[source] for source in drafted.sources] == ["text", "grammar"]
+    lines = DraftedLines.of(ids(3, 5, 8), counts_of(ids(3, 5, 8), drafted._replace(counts=np.array([1, 2]))))
+    assert lines.starts.tolist() == [0, 2, 3] and lines.numbers.tolist() == [0, 1, 0, 0, 1, 2]
+    scored = np.array([lines.line_rows != 5]).nonzero()[1]
+    packed = torch.tensor([[token, 1, 0] for token in (7, 8, 6, 5, 4)], dtype=torch.int32)
+    scores = LineScores(
+        lines.line_rows[scored], lines.numbers[scored], np.zeros(5, dtype=np.int64), Scores(HostCopy(packed), 0)
+    )
+    result = VerifiedRows(ids(3, 5, 8), HostCopy(torch.from_numpy(outcome)), drafted, scores).wait(4)
     assert [(rows.tolist(), tokens.tolist()) for rows, tokens in result.each_pass()] == [
-        ([3, 8, 5], [7, 6, 9]),
+        ([3, 5, 8], [7, 9, 6]),
         ([3], [8]),
     ]
     assert [end.row for end in result.ended] == [5, 3]
+    assert {row: [score.token for score in each] for row, each in result.logprobs.items()} == {3: [7, 8], 8: [6]}
+
+
+def test_forced_tokens_come_before_what_the_text_repeats() -> None:
+    """From where each row is on the device, which may be behind what the host knew of it."""
+    table = RowTable(3, WIDTH, 4, CPU)
+    drafting = DeviceDrafting(table, WIDTH, DraftConfig(SuffixDrafter(3, WIDTH, CPU, tree=False)), 24)
+    text = [7, 8, 9, 1, 2, 7, 8, 9]
+    for row in (0, 1, 2):
+        write_lines(table.history, {row: (0, ids(*text))})  # type: ignore[dict-item, arg-type]
+    table.lengths[:3], table.max_lengths[:3], table.last_tokens[:3] = len(text), WIDTH, text[-1]
+    drafted = drafts_computed(Drafts(ids(0, 1, 2), ids(7, 3, 2)), [])
+    forced = [ForcedTokens(Row(1), 6, ids(50, 51, 52, 53)), ForcedTokens(Row(2), 0, ids(60))]
+    made = drafting.make(drafted, [Row(1), Row(2)], forced)
+    assert made is not None
+    assert {row: tokens.tolist() for row, tokens in made.wait().items()} == {1: [52, 53, 7], 2: [1, 2]}
+    starts = torch.tensor([0, 8, 12, 15])
+    assert drafting.inputs(torch.arange(3), starts, 15, 8).inputs.tokens.tolist() == [
+        *(9, 1, 2, 7, 8, 9, 1, 2),
+        *(9, 52, 53, 7),
+        *(9, 1, 2),
+    ]
+    drafting.reject(np.array([2, 9]))
+    assert drafting.tokens(15)[[1, 2, 3, 9]].tolist() == [1, -1, 7, -1]
+    assert drafting.make(drafted, [], forced) is None, "and the next step has others"
+    assert drafting.inputs(torch.arange(3), starts, 15, 8).inputs.tokens.tolist()[8:12] == [9, 1, 2, 7]
 
 
 def answers(depth: int, drafts: int) -> tuple[list[list[int]], int]:

@@ -9,7 +9,7 @@ import pytest
 from quire.core.ids import Row
 from quire.core.oracle import continuation
 from quire.core.sampling import RowSampling
-from quire.core.step import FinishReason
+from quire.core.step import FinishReason, StepResult
 from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.speculation import DraftGovernor, SpeculationPolicy
 from quire.sched.state import Counters
@@ -133,13 +133,13 @@ def test_positions_of_drafting_rows_are_their_lowest_and_are_corrected() -> None
     bench.run()
 
 
-def test_where_graphs_verify_drafts_prompts_and_masks_are_without_and_so_are_shaped_rows() -> None:
+def test_where_graphs_verify_drafts_prompts_are_without_and_their_lines_are_limited() -> None:
     captured = SpeculationPolicy(max_drafts=3, governed=False, max_verified=9)
     bench = Bench(oracle=True, rows=4, budget=16, policy=replace(OPTIMISTIC, speculation=captured), propose=right)
     first = bench.add([5, 6, 7], 12)
     bench.add_request([1, 2], 12, RowSampling(presence_penalty=1.0))
     bench.turns(2)
-    assert bench.plan.drafts.rows.tolist() == [first.row] and bench.plan.drafts.counts.tolist() == [3]
+    assert bench.plan.drafts.counts.tolist() == [3, 3] and bench.plan.drafts.rows[0] == first.row
     others = [bench.add([place, 4], 12) for place in range(2)]
     bench.turns(1)
     assert bench.plan.chunks and not len(bench.plan.drafts)
@@ -202,6 +202,18 @@ def test_what_a_grammar_forces_is_a_limit_and_has_an_acceptance_of_its_own() -> 
     assert planned(3)[2] == 0
     made.replace_policy(SpeculationPolicy(max_drafts=4, text=False, governed=False), forget=False)
     assert planned(4) == [3, 1, 0, 0], "nothing else is drafted"
+
+
+def test_a_row_that_drafts_only_forced_text_is_not_judged_by_prompt_lookup() -> None:
+    policy = SpeculationPolicy(max_drafts=4, max_verified=64, hindsight=True)
+    made, rows = DraftGovernor(policy, CostTable(CHEAP), 1), np.array([0])
+    made.start(Row(0), 0, reads_text=False)
+    made.read_text(Row(0), np.array([1, 2, 3], np.int32), np.empty(0, np.int32))
+    for step in range(60):
+        made.note_tokens(StepResult(step, np.array([0], np.int32), np.array([step], np.int32)), np.empty(0, np.int32))
+    limits, shape = np.full(1, 9), StepShape(1, 100)
+    assert made.choose(60, rows, limits, shape, 100, np.array([3])).tolist() == [3]
+    assert made.choose(61, rows, limits, shape, 100, np.array([0])).tolist() == [0]
 
 
 def test_no_draft_is_planned_where_a_token_costs_as_much_as_a_step() -> None:

@@ -307,12 +307,6 @@ class RowSampling:
         return self.pooled or self.num_prompt_logprobs is not None
 
     @property
-    def shaped(self) -> bool:
-        """Whether a token takes more than its logits and a random number: logit processors, or logprobs."""
-        limited = self.min_tokens > 0 or bool(self.bad_words) or self.allowed_ids is not None
-        return limited or self.penalized or bool(self.logit_bias) or self.num_logprobs is not None
-
-    @property
     def penalized(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

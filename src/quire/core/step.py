@@ -283,6 +283,11 @@ class Masks(NamedTuple):
     bits: IntArray  # [rows, words]
     passes: tuple[int, ...] = ()  # where the second and each later pass begins
 
+    @property
+    def numbers(self) -> IntArray:
+        """Of each mask the number of its pass."""
+        return np.repeat(np.arange(1 + len(self.passes), dtype=np.int32), np.diff((0, *self.passes, len(self.rows))))
+
     def of_pass(self, number: int) -> "Masks":
         """The masks of one pass; none if there are fewer passes."""
         bounds = (0, *self.passes, len(self.rows))
@@ -304,7 +309,7 @@ class Pending(Protocol):
 
     @property
     def drafted(self) -> Mapping[Row, IntArray]:
-        """The drafts of masked rows, known as soon as the step is launched."""
+        """The drafts of masked rows. Read it when the result of the step before has come: before, it may wait."""
 
     def sample(self, masks: Masks) -> None:
         """Sample the tokens of a step with masked rows: once, after the result of the step before, and before the next

@@ -186,13 +186,13 @@ def _device_drafts(
     resolved: ResolvedConfig, choice: KernelChoice, device: torch.device, *, planted: bool
 ) -> DraftConfig | None:
     """Drafts that are proposed and verified on a GPU, where steps are captured."""
-    if not {"ngram", "tree"} & set(resolved.drafters) or choice.draft_kernels is None or not choice.capturable:
+    if not resolved.drafters or choice.draft_kernels is None or not choice.capturable:
         return None
     drafter = SuffixDrafter(
         resolved.max_num_seqs,
         resolved.max_model_len,
         device,
-        ngram="ngram" in resolved.drafters,
+        ngram="ngram" in resolved.drafters or "tree" not in resolved.drafters,
         tree="tree" in resolved.drafters,
         kernels=choice.draft_kernels,
     )

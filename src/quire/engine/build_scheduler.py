@@ -143,11 +143,11 @@ def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, 
 def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy:
     """`captured`: CUDA graphs verify the drafts."""
     text, tree = drafters != ("grammar",), "tree" in drafters
-    if not drafters or (captured and not text):
+    if not drafters:
         return SpeculationPolicy()
     if not captured:
         return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
-    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, max_verified=MAX_VERIFIED, hindsight=True)
+    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=True)
 
 
 def make_scheduler(

@@ -136,11 +136,11 @@ def _resident_limit(kv_bytes: int, num_blocks: int) -> int:
 
 def _workspace_bytes(spec: ModelSpec, rows: int, budget: int, *, drafts: bool) -> int:
     """Upper bound of the memory of the largest step: activations of every token, logits of every row, and 1 GiB for
-    libraries and CUDA graphs. With drafts, their logits, and the tokens of each row."""
+    libraries and CUDA graphs. With drafts, their logits, a copy for log-probabilities, and the tokens of each row."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     activations = budget * (4 * spec.hidden_size + 3 * spec.ffn_size + 2 * heads) * 4
     logits = 3 * rows * spec.vocab_size * 4
-    drafted = _MAX_VERIFIED * spec.vocab_size * 4 + rows * _DRAFT_ROW_BYTES if drafts else 0
+    drafted = 2 * _MAX_VERIFIED * spec.vocab_size * 4 + rows * _DRAFT_ROW_BYTES if drafts else 0
     return GIB + activations + logits + drafted
 
 

@@ -80,6 +80,7 @@ class LogitShaping(NamedTuple):
     in_prompt: Tensor  # [slots, vocab] bool
     generated: Tensor  # [slots, vocab] int32: how often each token was generated
     end_ids: Tensor  # [max_rows, width] int64, padded with -1: forbidden while a row has fewer than min_tokens
+    drafts: Tensor  # [n, most] int64, padded with -1: the drafts before a line, which count as generated
 
 
 class ProcessLogits(Protocol):
@@ -111,7 +112,7 @@ class CountTokens(Protocol):
     def __call__(
         self,
         tokens: Tensor,  # [n] int64
-        places: Tensor,  # [n] int64: lines of the table, unique except -1, which is padding
+        places: Tensor,  # [n] int64: lines of the table, which may repeat; -1 is padding
         generated: Tensor,  # [slots, vocab] int32; changed in place
     ) -> None: ...
 

@@ -218,7 +218,7 @@ class GraphedSteps:
     __slots__ = (
         "_captured", "_capturer", "_device", "_fits", "_forward", "_graphs", "_has_ranks", "_inputs", "_kept_bytes",
         "_missing", "_missing_sampling", "_missing_shapes", "_padding_row", "_policy", "_rows", "_sample",
-        "_sampling_graphs", "_starts", "_stopped", "_verified_rows", "_verify", "counts",
+        "_sampling_graphs", "_starts", "_stopped", "_verify", "counts",
     )  # fmt: skip
 
     def __init__(
@@ -254,7 +254,6 @@ class GraphedSteps:
         self._fits: dict[StepSize, StepSize | None] = {}  # by size of step, until another shape is captured
         max_rows = max(shape.rows for shape in shapes)
         self._rows = PlacedInput(max_rows, padding_row, device)
-        self._verified_rows = PlacedInput(max_rows, padding_row, device)
         self._starts = PlacedInput(max_rows + 1, 0, device)
         self._inputs = torch.zeros(max(map(_num_inputs, shapes)), dtype=torch.int64, device=device)
 
@@ -268,8 +267,8 @@ class GraphedSteps:
         return self._missing[0] if self._missing else None
 
     def row_inputs(self, shape: StepSize) -> tuple[Tensor, Tensor]:
-        """Where a step of this shape with drafts has its rows that are verified, and the starts of their tokens."""
-        return self._verified_rows.tensor[: shape.rows], self._starts.tensor[: shape.rows + 1]
+        """Where a step of this shape with drafts has its rows, and the starts of their tokens."""
+        return self._rows.tensor[: shape.rows], self._starts.tensor[: shape.rows + 1]
 
     def capture(self, shape: StepSize | None) -> None:
         """Capture this missing shape, and a few missing sampling graphs. Call between steps."""
@@ -309,7 +308,7 @@ class GraphedSteps:
         if shape.drafts:
             assert self._verify is not None, "shapes with drafts are verified"
             self._place_starts(np.zeros(0, dtype=np.int64))
-            return partial(self._verify, self._rows.tensor[: shape.rows], self.row_inputs(shape)[1], shape)
+            return partial(self._verify, *self.row_inputs(shape), shape)
         self._place_chunks(shape, None)
         chunks = None
         if shape.chunks:
@@ -376,15 +375,13 @@ class GraphedSteps:
         self.counts.replayed += 1
         return shape
 
-    def verify(self, rows: IntArray, counts: NDArray[np.int64], sampled_apart: NDArray[np.bool_]) -> StepSize | None:
-        """The same for rows with this many drafts each. Those that are sampled apart are not verified."""
+    def verify(self, rows: IntArray, counts: NDArray[np.int64]) -> StepSize | None:
+        """The same for rows with this many drafts each."""
         step = StepSize(len(rows), drafts=int(counts.sum()), queries=1 + int(counts.max()))
         shape = self._fitting(step)
         if shape is None:
             return None
         self._place_rows(rows)
-        verified = np.where(sampled_apart, self._padding_row, rows)
-        self._verified_rows.place(_filled(verified, len(self._verified_rows.tensor), self._padding_row))
         self._place_starts(1 + counts)
         self._graphs[shape]()
         self._policy.note_launch(shape)

@@ -7,7 +7,7 @@ with as many rows and drafts. See `drafters` for what the drafters do.
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.ids import IntArray
+from quire.core.ids import IntArray, Row
 from quire.core.speculative import DRAFTERS
-from quire.core.step import Drafts, RowStart, StepResult
+from quire.core.step import Drafts, ForcedTokens, Masks, RowStart, StepResult
 from quire.kernels.draft_interface import (
     LENGTH_SHIFT,
     MAX_NGRAM,
@@ -28,16 +28,20 @@ from quire.kernels.draft_interface import (
 )
 from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import EndColumns, Sampled
-from quire.kernels.transfers import HostCopy, upload_integers
+from quire.kernels.transfers import HostCopy, upload, upload_integers
 from quire.runner.drafters import Drafted
 from quire.runner.graph_shapes import MAX_QUERIES
 from quire.runner.row_table import RowTable
-from quire.runner.verification import SampledTokens, join_passes, step_result
+from quire.runner.verification import join_passes, step_result
+from quire.sampling.logprobs import LineScores
 
 MAX_HISTORY = 16_384  # tokens of a row that prompt lookup searches: 64 KiB
 MAX_CONTINUATION = 4096  # tokens of the tree's continuation that a row keeps
 _UNKNOWN: IntArray = np.empty(0, dtype=np.int32)
 _END_MASK = (1 << LENGTH_SHIFT) - 1
+_NO_TOKEN = -1
+_MOST = MAX_QUERIES - 1  # drafts of a row
+_FORCED_WIDTH = 4 * MAX_QUERIES  # tokens of a forced text that are uploaded; a row is a step behind its start at most
 
 
 class RowHistory(NamedTuple):
@@ -156,6 +160,9 @@ class DeviceDrafting:
         self._drafter, self._kernels, self._planted = setup
         # Inputs of the lines of the last step: a captured model leaves them here for captured verification.
         self._tokens = torch.zeros(max_lines, dtype=torch.int64, device=table.device)
+        # Drafts that were made before the step, by row; -1: not. A captured model reads them here.
+        self._made = torch.full((len(table.lengths), _MOST), _NO_TOKEN, dtype=torch.int64, device=table.device)
+        self._any_made = False
 
     def plant_acceptance(self, chance: float) -> None:
         """For measurements: any draft is accepted with this probability, whatever it is."""
@@ -168,11 +175,50 @@ class DeviceDrafting:
             write_lines(self._history, {start.row: (0, start.tokens) for start in starts})
             self._drafter.start(starts)
 
+    def make(self, drafted: Drafted, rows: Many[Row], forced: Many[ForcedTokens]) -> "MaskedDrafts | None":
+        """Draft for those of these rows that have drafts, before the step: the host asks what they are while the device
+        computes it. What a grammar forces comes first. Call for every step with drafts."""
+        if self._any_made:
+            self._made.fill_(_NO_TOKEN)
+        at = np.flatnonzero(np.isin(drafted.rows, rows))
+        self._any_made = bool(len(at))
+        if not self._any_made:
+            return None
+        host_rows = drafted.rows[at]
+        (device_rows,) = upload_integers(self._table.device, host_rows)
+        lengths = self._table.lengths[device_rows]
+        drafts = self._drafter.propose(RowHistory(device_rows, lengths, self._history), _MOST)
+        drafts = self._forced(host_rows, lengths, forced, drafts)
+        self._made[device_rows] = drafts
+        return MaskedDrafts(host_rows, drafted.counts[at], HostCopy(drafts))
+
+    def _forced(self, rows: IntArray, lengths: Tensor, forced: Many[ForcedTokens], drafts: Tensor) -> Tensor:
+        """The drafts, with what grammars force in their place, from where each row is."""
+        texts = {span.row: (span.start, span.tokens[:_FORCED_WIDTH]) for span in forced if len(span.tokens)}
+        if not texts:
+            return drafts
+        table = np.full((len(rows), _FORCED_WIDTH), _NO_TOKEN, dtype=np.int64)
+        starts = np.zeros(len(rows), dtype=np.int64)
+        for place, row in enumerate(rows.tolist()):
+            if row in texts:
+                starts[place], tokens = texts[Row(row)]
+                table[place, : len(tokens)] = tokens
+        flat, begins = upload_integers(drafts.device, table.reshape(-1), starts)
+        at = (lengths - begins)[:, None] + torch.arange(drafts.shape[1], device=drafts.device)
+        found = flat.view(len(rows), -1).gather(1, at.clamp(0, _FORCED_WIDTH - 1))
+        return torch.where((at >= 0) & (at < _FORCED_WIDTH) & (found >= 0), found, drafts)
+
+    def reject(self, lines: NDArray[np.int64]) -> None:
+        """The drafts of these lines of the step are not accepted, whatever is sampled before them."""
+        if len(lines):
+            self._tokens.index_fill_(0, upload(lines, self._tokens.device), _NO_TOKEN)
+
     def inputs(self, rows: Tensor, starts: Tensor, num_lines: int, queries: int) -> "VerifyBatch":
         """Draft, and lay out a step with the rows' last tokens and drafts. Captured."""
         table = self._table
         texts = RowHistory(rows, table.lengths[rows], self._history)
-        drafts = self._drafter.propose(texts, queries - 1)
+        drafts, made = self._drafter.propose(texts, queries - 1), self._made[rows, : queries - 1]
+        drafts = torch.where(made >= 0, made, drafts)
         found = self._kernels.verify_inputs(rows, starts, drafts, table.columns, table.block_size, num_lines)
         self._tokens[:num_lines].copy_(found.tokens)
         layout = StepLayout(
@@ -186,11 +232,15 @@ class DeviceDrafting:
         )
         return VerifyBatch(found, layout)
 
+    def tokens(self, num_lines: int) -> Tensor:
+        """[lines] int64: inputs of the lines of the last step."""
+        return self._tokens[:num_lines]
+
     def finish(
         self, sampled: Sampled, rows: Tensor, starts: Tensor, positions: Tensor, ends: EndColumns, queries: int
     ) -> Tensor:  # [5, queries, rows] int64
         """Accept what was drafted rightly, and advance the rows. Captured."""
-        tokens = self._tokens[: len(positions)]
+        tokens = self.tokens(len(positions))
         return self._kernels.verify_rows(
             sampled, tokens, rows, starts, positions, ends, self._table.state, queries, self._planted
         )
@@ -201,6 +251,18 @@ class VerifyBatch(NamedTuple):
     layout: StepLayout
 
 
+class MaskedDrafts(NamedTuple):
+    """Drafts of rows under a grammar, which are made before their step, being copied to the host."""
+
+    rows: IntArray
+    counts: NDArray[np.int64]
+    tokens: HostCopy  # [n, most] int64
+
+    def wait(self) -> dict[Row, IntArray]:
+        tokens = self.tokens.wait().astype(np.int32)
+        return {Row(row): tokens[at, : self.counts[at]] for at, row in enumerate(self.rows.tolist())}
+
+
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
     """The tokens of a verified step, being copied to the host."""
@@ -208,20 +270,27 @@ class VerifiedRows:
     rows: IntArray
     outcome: HostCopy  # [5, queries, rows] int64: token, whether it was reached, finite, stop, length
     drafted: Drafted
-    others: SampledTokens | None = None  # rows that were sampled apart, one token each
+    scores: LineScores | None = None
 
     def wait(self, step: int) -> StepResult:
-        passes = self.outcome.wait().transpose(1, 0, 2)
-        results = [step_result(step, self.rows, each) for each in passes if each[1].any()]
-        if self.others is not None:
-            results[:1] = [replace(join_passes(step, [*results[:1], self.others.wait(step)]), passes=())]
-        return join_passes(step, results)
+        passes = [each for each in self.outcome.wait().transpose(1, 0, 2) if each[1].any()]
+        scores = [None] * len(passes) if self.scores is None else [*self.scores.wait(), *({},) * len(passes)]
+        pairs = zip(passes, scores, strict=False)
+        return join_passes(step, [step_result(step, self.rows, each, found) for each, found in pairs])
 
 
-def drafts_computed(drafts: Drafts) -> Drafted:
+def drafts_computed(drafts: Drafts, forced: Many[ForcedTokens]) -> Drafted:
     """The drafts of a plan that a step computes. Which tokens they are, the device knows."""
-    sources = np.full(len(drafts), DRAFTERS.index("text"), dtype=np.int32)
-    return Drafted(drafts.rows, np.minimum(drafts.counts, MAX_QUERIES - 1).astype(np.int64), _UNKNOWN, sources)
+    by_grammar = np.isin(drafts.rows, [span.row for span in forced])
+    sources = np.where(by_grammar, DRAFTERS.index("grammar"), DRAFTERS.index("text")).astype(np.int32)
+    return Drafted(drafts.rows, np.minimum(drafts.counts, _MOST).astype(np.int64), _UNKNOWN, sources)
+
+
+def drafts_with_masks(drafted: Drafted, masks: Masks, masked: tuple[Row, ...]) -> Drafted:
+    """Of masked rows only the drafts that their grammar allows: they have a mask behind them."""
+    num_masks = np.bincount(masks.rows, minlength=int(drafted.rows.max()) + 1)[drafted.rows]
+    allowed = np.minimum(drafted.counts, (num_masks - 1).clip(min=0))
+    return drafted._replace(counts=np.where(np.isin(drafted.rows, masked), allowed, drafted.counts))
 
 
 def counts_of(rows: IntArray, drafted: Drafted) -> NDArray[np.int64]:

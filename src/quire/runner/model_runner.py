@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.fault_injection import FaultSite, any_armed, trip_any
-from quire.core.ids import IntArray
+from quire.core.ids import IntArray, Row
 from quire.core.step import (
     Chunk,
     ChunkOutput,
@@ -38,17 +38,25 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, Least, StepTimes, shape_of
-from quire.runner.device_drafting import DeviceDrafting, DraftConfig, VerifiedRows, counts_of, drafts_computed
+from quire.runner.device_drafting import (
+    DeviceDrafting,
+    DraftConfig,
+    MaskedDrafts,
+    VerifiedRows,
+    counts_of,
+    drafts_computed,
+    drafts_with_masks,
+)
 from quire.runner.draft_features import DraftFeatures
 from quire.runner.draft_model import DraftModel, DraftModelConfig
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize, shapes_to_capture, verifying_shapes
 from quire.runner.kv_store import KvStores
-from quire.runner.pending_step import ComputedStep, PendingStep, Sampling, lost_without_memory
+from quire.runner.pending_step import Choose, ComputedStep, PendingStep, PendingTokens, Sampling, lost_without_memory
 from quire.runner.row_table import RowTable
-from quire.runner.verification import Choose, PendingTokens, SampledTokens, draft_lines, sample_passes
+from quire.runner.verification import SampledTokens, draft_lines, sample_passes
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
-from quire.sampling.row_params import SamplingBatch
+from quire.sampling.row_params import DraftedLines, SamplingBatch
 from quire.sampling.sampler import Sampler
 
 _log = logging.getLogger(__name__)
@@ -303,11 +311,14 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.note_eager(step)
 
-    def _choose(self, plan: StepPlan, choose: Choose, drafted: Drafted | None = None) -> Sampling:
+    def _choose(self, plan: StepPlan, choose: Choose, drafted: Drafted | MaskedDrafts | None = None) -> Sampling:
         """Sample now, or when the masks come, which is before the next forward pass."""
         if not plan.masked:
             return choose(None)
-        return PendingTokens(choose, plan.num_tokens, {} if drafted is None else drafted.of_rows(plan.masked))
+        if isinstance(drafted, MaskedDrafts):
+            return PendingTokens(choose, plan.num_tokens, drafted.wait)
+        known = {} if drafted is None else drafted.of_rows(plan.masked)
+        return PendingTokens(choose, plan.num_tokens, lambda: known)
 
     def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> Sampling | None:
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
@@ -360,28 +371,43 @@ class ModelRunner:
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         return self._choose(plan, partial(self._sample_replayed, shape, rows, len(decoding), chunks))
 
-    def _verify(self, plan: StepPlan, decoding: IntArray) -> "VerifiedRows | None":
-        """Run a step with drafts as a CUDA graph; None: without them, since no graph holds it or samples its rows."""
+    def _verify(self, plan: StepPlan, decoding: IntArray) -> Sampling | None:
+        """Run a step with drafts as a CUDA graph; None: without them, since no graph holds it."""
         if self._device_drafting is None or self._graphs is None:
             return None
-        if not len(plan.drafts) or plan.chunks or plan.masked:
+        if not len(plan.drafts) or plan.chunks:
             return None
-        apart = self._sampler.need_more(decoding)
         self._trip(FaultSite.FORWARD)
-        drafted = drafts_computed(plan.drafts)
-        counts = counts_of(decoding, drafted)
-        shape = self._graphs.verify(decoding, counts, apart)
+        drafted = drafts_computed(plan.drafts, plan.forced)
+        lines = DraftedLines.of(decoding, counts_of(decoding, drafted))
+        made = self._device_drafting.make(drafted, plan.masked, plan.forced)
+        shape = self._graphs.verify(decoding, lines.counts)
         if shape is None:
             return None
-        outcome = self._sample_from_graph(shape, decoding, len(decoding))
+        return self._choose(plan, partial(self._sample_verified, shape, lines, drafted, plan.masked), made)
+
+    def _sample_verified(
+        self, shape: StepSize, lines: DraftedLines, drafted: Drafted, masked: tuple[Row, ...], masks: Masks | None
+    ) -> VerifiedRows:
+        """Sample all lines of a step with drafts. Around the graph: what only some rows need, of their lines."""
+        assert self._logits is not None and self._device_drafting is not None
+        sampler, rows, needs_more = self._sampler, lines.rows, self._sampler.needs_more(lines.rows)
+        logits, emitting, positions = self._logits.first(shape.size)
+        raw = sampler.scored_logits(logits, lines) if needs_more else None
+        if masks is not None:
+            sampler.mask(logits, rows, lines.starts, masks)
+        if needs_more:
+            sampler.process_drafted(logits, lines, self._device_drafting.tokens(shape.size), emitting, positions)
+        if masks is not None:
+            self._device_drafting.reject(lines.without(masks, masked))
+            drafted = drafts_with_masks(drafted, masks, masked)
+        outcome = self._sample_from_graph(shape, rows, len(rows))
         if outcome is None:  # not captured yet
-            outcome = self._sample_captured(shape, self._sampler.stages(decoding))[:, :, : len(decoding)]
-        others = (
-            self._sample_lines(decoding[apart], (np.cumsum(1 + counts) - 1 - counts)[apart], None)
-            if apart.any()
-            else None
-        )
-        return VerifiedRows(decoding, HostCopy(outcome), drafted, others)
+            outcome = self._sample_captured(shape, sampler.stages(rows))[:, :, : len(rows)]
+        scores = None if raw is None else sampler.drafted_logprobs(raw, lines, outcome)
+        if needs_more:
+            sampler.commit_drafted(rows, outcome)
+        return VerifiedRows(rows, HostCopy(outcome), drafted, scores)
 
     def _sample_replayed(
         self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None

@@ -1,6 +1,6 @@
 """A launched step: what the device still computes of it, and the `StepResult` that it becomes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -10,8 +10,21 @@ from quire.core.ids import IntArray, Row
 from quire.core.step import NO_DRAFTS, Drafts, FinishedRow, FinishReason, Masks, PromptLogprobs, StepLost, StepResult
 from quire.runner.batch import PooledRows, PromptScoring
 from quire.runner.device_drafting import VerifiedRows
-from quire.runner.verification import PendingTokens, SampledPasses, SampledTokens, finish_reason, verified
+from quire.runner.verification import SampledPasses, SampledTokens, finish_reason, verified
 from quire.sampling.logprobs import RowCandidates, Scores
+
+# Samples the tokens of a step, under masks if it has any.
+Choose = Callable[[Masks | None], SampledTokens | SampledPasses | VerifiedRows]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """The tokens of a step that waits for masks."""
+
+    choose: Choose
+    num_tokens: int  # that the step computes
+    drafted: Callable[[], dict[Row, IntArray]]  # of masked rows; may wait for the step before
+
 
 Sampling = SampledTokens | SampledPasses | VerifiedRows | PendingTokens
 
@@ -30,7 +43,7 @@ class PendingStep:
 
     @property
     def drafted(self) -> dict[Row, IntArray]:
-        return self.sampled.drafted if isinstance(self.sampled, PendingTokens) else {}
+        return self.sampled.drafted() if isinstance(self.sampled, PendingTokens) else {}
 
     @torch.inference_mode()
     def sample(self, masks: Masks) -> None:

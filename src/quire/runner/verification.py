@@ -156,19 +156,6 @@ def _of_rows(masks: Masks | None, rows: IntArray) -> Masks | None:
     return Masks(masks.rows[kept], masks.bits[kept]) if kept.any() else None
 
 
-# Samples the tokens of a step, under masks if it has any.
-Choose = Callable[[Masks | None], SampledTokens | SampledPasses]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTokens:
-    """The tokens of a step that waits for masks."""
-
-    choose: Choose
-    num_tokens: int  # that the step computes
-    drafted: dict[Row, IntArray]  # of masked rows
-
-
 class DraftLines(NamedTuple):
     """The rows of a step and their drafts as lines of a row table: one position each."""
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.ids import Row
+from quire.core.ids import IntArray, Row
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import CountTokens
@@ -60,7 +60,10 @@ class Penalties:
 
     def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
         """Count the sampled tokens of the rows that have penalties."""
-        places = upload(self.slots.places(batch.host_rows), tokens.device)
+        self.count(tokens, upload(self.slots.places(batch.host_rows), tokens.device))
+
+    def count(self, tokens: Tensor, places: Tensor) -> None:
+        """Count these tokens in these slots; -1: not."""
         self._count_tokens(tokens, places, self.generated)
 
 
@@ -182,11 +185,17 @@ class BadWords:
     def release(self, row: Row) -> None:
         self._slots.release(row)
 
-    def apply(self, logits: Tensor, subset: BatchSubset) -> None:
-        """Forbid in place what would complete a bad word."""
+    def apply(self, logits: Tensor, subset: BatchSubset, drafts: Tensor | None = None) -> None:
+        """Forbid in place what would complete a bad word. drafts: [m, most] int64, before each line, the latest first,
+        padded with -1: they count as generated."""
         slots = self._slots.of(subset.batch.host_rows)
         beginnings = self._beginnings.index_select(0, slots)
         tails = self._tails.index_select(0, slots)
+        if drafts is not None:
+            most, numbers = drafts.shape[1], torch.arange(tails.shape[1], device=tails.device)
+            num_drafts = (drafts >= 0).sum(1, keepdim=True)
+            latest = torch.where(numbers < num_drafts, numbers, most + numbers - num_drafts)
+            tails = torch.cat([drafts.int(), tails], dim=1).gather(1, latest)
         has_come = ((beginnings == tails[:, None, :]) | (beginnings == _ANY)).all(-1)
         forbid(logits, subset, self._lasts.index_select(0, slots), has_come)
 
@@ -196,6 +205,18 @@ class BadWords:
         newest = subset.of(tokens).to(torch.int32)[:, None]
         older = self._tails.index_select(0, slots)[:, :-1]
         self._tails.index_copy_(0, slots, torch.cat([newest, older], dim=1))
+
+    def commit_several(
+        self,
+        rows: IntArray,  # [m], which have bad words
+        tokens: Tensor,  # [m, most] int64: sampled one after the other
+        counts: Tensor,  # [m] int64: of those, how many count
+    ) -> None:
+        slots = self._slots.of(rows)
+        older = self._tails.index_select(0, slots).flip(1)
+        length = older.shape[1]
+        latest = length - 1 + counts[:, None] - torch.arange(length, device=tokens.device)
+        self._tails.index_copy_(0, slots, torch.cat([older, tokens.int()], dim=1).gather(1, latest))
 
     def _grow(self, num_words: int, length: int) -> None:
         """Grow the tables for one more row, with `num_words` words of up to `length` tokens."""

@@ -76,6 +76,23 @@ def _logprobs_slice(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     return torch.cat([tokens[:, None].int(), rank.int(), scores[:, :1], top_ids.int(), scores[:, 1:]], dim=-1)
 
 
+class LineScores(NamedTuple):
+    """The logprobs of tokens of rows that may get several in a step: those of any draft that may have been rejected."""
+
+    host_rows: IntArray
+    numbers: NDArray[np.int64]  # of each token in its row
+    counts: NDArray[np.int64]
+    scores: Scores
+
+    def wait(self) -> list[dict[Row, TopLogprobs]]:
+        """By the number of the token."""
+        found: list[dict[Row, TopLogprobs]] = [{} for _ in range(int(self.numbers.max()) + 1)]
+        scores = self.scores.wait(self.counts)
+        for row, number, score in zip(self.host_rows.tolist(), self.numbers.tolist(), scores, strict=True):
+            found[number][Row(row)] = score
+        return found
+
+
 class RowCandidates(NamedTuple):
     """Candidates of host-driven rows, being copied to the host: integers, and floats by their bits."""
 

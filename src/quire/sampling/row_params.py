@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.sampling import RowSampling
-from quire.core.step import RowStart
+from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import EndColumns, SamplingTable
 from quire.kernels.transfers import upload
 
@@ -101,6 +101,39 @@ class SamplingBatch(NamedTuple):
 
     def slice(self, start: int, stop: int) -> "SamplingBatch":
         return SamplingBatch(self.rows[start:stop], self.host_rows[start:stop], self.positions[start:stop])
+
+
+class DraftedLines(NamedTuple):
+    """The lines of a step with drafts, which are computed as if all drafts were accepted: one for the next token of
+    each row, and one after each of its drafts. On the host, as the step was planned."""
+
+    rows: IntArray  # [n]
+    counts: NDArray[np.int64]  # [n]: drafts
+    lines: NDArray[np.int64]  # [n + drafts]
+    line_rows: IntArray  # the row of each line
+    places: NDArray[np.int64]  # its index in `rows`
+    numbers: NDArray[np.int64]  # the drafts before it
+
+    @staticmethod
+    def of(rows: IntArray, counts: NDArray[np.int64]) -> "DraftedLines":
+        """Each row has its lines behind those of the row before it."""
+        places = np.repeat(np.arange(len(rows)), 1 + counts)
+        lines = np.arange(len(places))
+        starts = np.cumsum(1 + counts) - 1 - counts
+        return DraftedLines(rows, counts, lines, rows[places], places, lines - starts[places])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first line of each row."""
+        first: NDArray[np.int64] = self.lines[self.numbers == 0]
+        return first
+
+    def without(self, masks: Masks, masked: tuple[Row, ...]) -> NDArray[np.int64]:
+        """The lines after drafts of masked rows that have fewer masks than lines."""
+        num_masks = np.bincount(masks.rows, minlength=int(self.rows.max()) + 1)
+        missing = (self.numbers > 0) & (self.numbers >= num_masks[self.line_rows])
+        lines: NDArray[np.int64] = self.lines[missing & np.isin(self.line_rows, masked)]
+        return lines
 
 
 class BatchSubset(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.step import Masks, RowStart
 from quire.kernels.row_interface import (
     PADDING,
@@ -28,7 +28,7 @@ from quire.kernels.row_interface import (
     Sampled,
     SamplingStage,
 )
-from quire.kernels.transfers import HostCopy, PinnedUpload, upload
+from quire.kernels.transfers import HostCopy, PinnedUpload, upload, upload_integers
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform, unrounded_weights
 from quire.sampling.logit_processors import (
     MASK_BITS,
@@ -42,8 +42,14 @@ from quire.sampling.logit_processors import (
     forbid_early_ends,
     mask_places,
 )
-from quire.sampling.logprobs import RowCandidates, RowScores, Scores, likeliest, token_logprobs_reference
-from quire.sampling.row_params import LOGIT_PROCESSORS, SamplingBatch, SamplingFeature, SamplingParamsTable
+from quire.sampling.logprobs import LineScores, RowCandidates, RowScores, Scores, likeliest, token_logprobs_reference
+from quire.sampling.row_params import (
+    LOGIT_PROCESSORS,
+    DraftedLines,
+    SamplingBatch,
+    SamplingFeature,
+    SamplingParamsTable,
+)
 
 _STATEFUL = SamplingFeature.BAD_WORDS | SamplingFeature.PENALTIES  # features whose state depends on the tokens
 
@@ -71,6 +77,7 @@ class Sampler:
         self._draw_tokens = draw_tokens
         self._row_kernels = row_kernels
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
+        self._no_drafts = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._masks = self._mask_lines(1)
         self._rows = SamplingParamsTable(max_rows, vocab_size, device)
         self._logit_bias = LogitBias(max_rows, vocab_size, device)
@@ -148,11 +155,6 @@ class Sampler:
         """Whether any of these rows needs logit processors or logprobs, which captured sampling does not do."""
         return bool(self._rows.union(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))
 
-    def need_more(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Which of these rows do."""
-        needing: NDArray[np.bool_] = (self._rows.features[rows] & int(LOGIT_PROCESSORS | SamplingFeature.LOGPROBS)) != 0
-        return needing
-
     def stages(self, rows: IntArray) -> SamplingStage:
         """The sampling stages that these rows need."""
         return SamplingStage.DRAWN if self._rows.union(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY
@@ -168,6 +170,59 @@ class Sampler:
         assert self._row_kernels is not None, "no kernel was given"
         return self._row_kernels.sample_tokens(logits, rows, positions, self._rows.table, stages)
 
+    def process_drafted(
+        self,
+        logits: Tensor,  # [lines, vocab] float32; changed
+        drafted: DraftedLines,
+        tokens: Tensor,  # [lines] int64: inputs of the lines, each a draft but for the first of a row
+        rows: Tensor,  # [lines] int64; -1 for rows that are not alive
+        positions: Tensor,  # [lines] int64: the index that the token of each line will have
+    ) -> None:
+        """Apply bias, bad words, min_tokens and penalties to the lines of rows that need them, in place: to each as if
+        the drafts before it had been sampled, since otherwise nothing reads what it gives."""
+        needing = np.flatnonzero(self._rows.features[drafted.line_rows] & int(LOGIT_PROCESSORS))
+        size = max(1, _DRAWN_AT_ONCE // logits.shape[1])
+        for start in range(0, len(needing), size):
+            at = needing[start : start + size]
+            lines, numbers = upload_integers(logits.device, drafted.lines[at], drafted.numbers[at])
+            back = torch.arange(int(drafted.numbers[at].max()), device=logits.device)
+            drafts = tokens[(lines[:, None] - back).clamp(min=0)]
+            drafts = torch.where(back < numbers[:, None], drafts, PADDING)
+            batch = SamplingBatch(rows[lines], drafted.line_rows[at], positions[lines])
+            logits.index_copy_(0, lines, self._process_logits_fused(logits[lines], batch, None, drafts))
+
+    def commit_drafted(
+        self,
+        rows: IntArray,
+        outcome: Tensor,  # [5, queries, rows] int64, as `VerifyRows`
+    ) -> None:
+        """`commit` for rows of which each has as many tokens as were accepted, which only the device knows."""
+        emitted = (outcome[1] & outcome[2]).bool()
+        if self._rows.union(rows) & SamplingFeature.PENALTIES:
+            places = upload(self._penalties.slots.places(rows), outcome.device)
+            self._penalties.count(outcome[0].reshape(-1), torch.where(emitted, places, PADDING).reshape(-1))
+        at = np.flatnonzero(self._rows.features[rows] & int(SamplingFeature.BAD_WORDS))
+        if len(at):
+            places = upload(at, outcome.device)
+            counts = emitted.sum(0).index_select(0, places)
+            self._bad_words.commit_several(rows[at], outcome[0].index_select(1, places).T, counts)
+
+    def scored_logits(self, logits: Tensor, drafted: DraftedLines) -> Tensor | None:
+        """A copy of the raw logits of the rows that request logprobs; None if none does."""
+        at = self._scored_lines(drafted)
+        return logits[upload(drafted.lines[at], logits.device)] if len(at) else None
+
+    def drafted_logprobs(self, logits: Tensor, drafted: DraftedLines, outcome: Tensor) -> LineScores:
+        """Logprobs of the tokens of all lines of `scored_logits`."""
+        at = self._scored_lines(drafted)
+        numbers, places = upload_integers(outcome.device, drafted.numbers[at], drafted.places[at])
+        counts = self._rows.host_num_logprobs[drafted.line_rows[at]]
+        scores = self.logprobs_of(logits, outcome[0][numbers, places], int(counts.max()))
+        return LineScores(drafted.line_rows[at], drafted.numbers[at], counts, scores)
+
+    def _scored_lines(self, drafted: DraftedLines) -> IndexArray:
+        return np.flatnonzero(self._rows.features[drafted.line_rows] & int(SamplingFeature.LOGPROBS))
+
     def mask(
         self,
         logits: Tensor,  # [lines, vocab] float32; changed
@@ -176,16 +231,17 @@ class Sampler:
         masks: Masks,
     ) -> None:
         """Forbid in the logits of these rows what their masks do not allow: what `sample` does for rows that need no
-        other logit processor. Call again only when the tokens were received."""
+        other logit processor. Masks of later passes are for the lines behind. Call again only when the tokens were
+        received."""
         assert self._row_kernels is not None, "no kernel was given"
         count = len(masks.rows)
         if not count:
             return
         if count > len(self._masks.lines):
-            self._masks = self._mask_lines(min(2 * count, self._max_rows))
+            self._masks = self._mask_lines(max(count, min(2 * count, self._max_rows)))
         line_of = np.zeros(self._max_rows, dtype=np.int32)
         line_of[rows] = lines
-        self._masks.lines[:count, 0] = line_of[masks.rows]
+        self._masks.lines[:count, 0] = line_of[masks.rows] + masks.numbers
         self._masks.lines[:count, 1:] = masks.bits
         self._row_kernels.mask_logits(logits, self._masks.upload(count))
 
@@ -251,7 +307,9 @@ class Sampler:
         compute = token_logprobs_reference if self._row_kernels is None else self._row_kernels.token_logprobs
         return Scores(HostCopy(compute(logits, tokens, num_top)), num_top)
 
-    def _process_logits_fused(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Tensor:
+    def _process_logits_fused(
+        self, logits: Tensor, batch: SamplingBatch, masks: Masks | None, drafts: Tensor | None = None
+    ) -> Tensor:
         """`_process_logits` in one kernel launch, plus one for bad words. Bad words come last: bias and penalties
         do not change what is forbidden, and min(NaN, x) is NaN, so masking bad words cannot hide a NaN."""
         assert self._row_kernels is not None, "no kernel was given"
@@ -260,18 +318,18 @@ class Sampler:
             self._logit_bias.slots.places(batch.host_rows),
             self._penalties.slots.places(batch.host_rows),
         )
-        shaping = self._shaping(upload(np.stack(places), logits.device), masks)
+        shaping = self._shaping(upload(np.stack(places), logits.device), masks, drafts)
         processed = self._row_kernels.process_logits(logits, batch.rows, batch.positions, self._rows.table, shaping)
         with_bad_words = self._rows.subset(batch, SamplingFeature.BAD_WORDS)
         if with_bad_words is not None:
-            self._bad_words.apply(processed, with_bad_words)
+            self._bad_words.apply(processed, with_bad_words, None if drafts is None else with_bad_words.of(drafts))
         return processed
 
-    def _shaping(self, places: Tensor, masks: Masks | None) -> LogitShaping:
+    def _shaping(self, places: Tensor, masks: Masks | None, drafts: Tensor | None = None) -> LogitShaping:
+        drafts = self._no_drafts if drafts is None else drafts
         bits = self._no_masks if masks is None else upload(masks.bits, self._rows.device)
-        penalties = self._penalties
-        ends = self._rows.end_ids
-        return LogitShaping(places, bits, self._logit_bias.table, penalties.in_prompt, penalties.generated, ends)
+        counted = self._penalties.in_prompt, self._penalties.generated
+        return LogitShaping(places, bits, self._logit_bias.table, *counted, self._rows.end_ids, drafts)
 
     def _best(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> "_Best":
         tokens, highest = _likeliest(logits)

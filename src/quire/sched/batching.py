@@ -241,9 +241,12 @@ class StepBatcher:
                 capacity = num_blocks * state.kv.block_size
                 state.calendar.start(row, builder.step + 1, num_tokens, sequence.last_position, capacity)
                 state.billing.start(row, tenant, num_tokens)
-                if state.governor.active and state.policy.speculation.allows(request.sampling):
-                    state.governor.start(row, builder.step + 1)
-                    state.governor.read_text(row, sequence.tokens, state.continuation(sequence))
+                speculation = state.policy.speculation
+                if state.governor.active and speculation.allows(request.sampling):
+                    reads_text = speculation.reads_text(request.sampling)
+                    state.governor.start(row, builder.step + 1, reads_text=reads_text)
+                    if reads_text:
+                        state.governor.read_text(row, sequence.tokens, state.continuation(sequence))
 
     # Drafts.
 
@@ -253,7 +256,7 @@ class StepBatcher:
         budget = builder.max_tokens - builder.num_tokens
         max_verified = state.policy.speculation.max_verified
         if max_verified:
-            if builder.chunks or state.masked_rows:
+            if builder.chunks:
                 return
             budget = min(budget, max_verified - builder.num_tokens)
         if not governor.active or builder.pressure or budget <= 0 or state.policy.regime.padded:

@@ -45,21 +45,23 @@ class SpeculationPolicy:
     governed: bool = True  # False: always as many as possible, for measurements and checks
     tree: bool = False  # rows start with what the prefix tree has after their tokens
     text: bool = True  # rows draft from their own text and the tree's; False: only what their grammars force
-    # On a GPU, where captured graphs verify drafts: only in steps without prompts and grammar masks, only of rows
-    # without logit processors and logprobs, and only up to this many tokens in a step. 0: anywhere.
+    # On a GPU, where captured graphs verify drafts: only in steps without prompts, only up to this many tokens in a
+    # step, and of rows under a grammar only what it forces. 0: anywhere.
     max_verified: int = 0
     hindsight: bool = False  # every token of a row tells whether prompt lookup would have drafted it
 
     @property
     def jumps(self) -> bool:
         """Whether rows under a grammar draft what it forces."""
-        return self.max_drafts > 0 and not self.max_verified
+        return self.max_drafts > 0
 
     def allows(self, sampling: RowSampling) -> bool:
         """Whether a row with these parameters may ever have drafts."""
-        if sampling.pooled or (self.max_verified and (sampling.masked or sampling.shaped)):
-            return False
-        return self.text or sampling.masked
+        return not sampling.pooled and (self.text or sampling.masked)
+
+    def reads_text(self, sampling: RowSampling) -> bool:
+        """Whether such a row drafts from its own text and the tree's."""
+        return self.text and not sampling.pooled and not (sampling.masked and self.max_verified)
 
 
 class DraftGovernor:
@@ -77,6 +79,7 @@ class DraftGovernor:
         "_probe_at",
         "_probe_credit",
         "_probe_interval",
+        "_reads_text",
         "_shared_accepted",
         "_shared_tried",
         "_tried",
@@ -88,6 +91,7 @@ class DraftGovernor:
         self._first_step: NDArray[np.int64] = np.full(max_rows, -1, dtype=np.int64)  # it decodes in; -1: no drafts
         self._accepted: NDArray[np.float64] = np.zeros(max_rows)  # drafts, decayed
         self._tried: NDArray[np.float64] = np.zeros(max_rows)  # of those, and the first of each step that was not
+        self._reads_text: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self._prior_weight: NDArray[np.float64] = np.zeros(max_rows)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
@@ -115,9 +119,10 @@ class DraftGovernor:
         """Whether any row may ever have drafts."""
         return self._policy.max_drafts > 0
 
-    def start(self, row: Row, step: int) -> None:
-        """A row that may have drafts decodes from this step on."""
+    def start(self, row: Row, step: int, *, reads_text: bool = True) -> None:
+        """A row that may have drafts decodes from this step on. Without `reads_text` only what its grammar forces."""
         self._first_step[row] = step
+        self._reads_text[row] = reads_text
         self._accepted[row] = self._tried[row] = 0.0
         self._prior_weight[row] = _PRIOR_WEIGHT
         self._probe_at[row], self._probe_interval[row] = step + _FIRST_PROBE, _FIRST_PROBE
@@ -147,7 +152,8 @@ class DraftGovernor:
         """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts;
         `forced`: tokens that the row's grammar forces, which come before all other drafts."""
         forced = np.zeros(len(rows), dtype=np.int64) if forced is None else forced
-        limits = np.where(forced > 0, np.minimum(limits, forced), limits if self._policy.text else 0)
+        from_text = np.where(self._reads_text[rows] & self._policy.text, limits, 0)
+        limits = np.where(forced > 0, np.minimum(limits, forced), from_text)
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:
             return _within(limits, budget)
@@ -239,7 +245,7 @@ class DraftGovernor:
             return
         tested, hits = np.empty(0, np.intp), np.empty(0, np.bool_)
         for number, (rows, tokens) in enumerate(result.each_pass()):
-            known = self._first_step[rows] >= 0
+            known = (self._first_step[rows] >= 0) & self._reads_text[rows]
             at = rows[known].astype(np.intp)
             right = self._hits.note(at, tokens[known])
             if number == 0:

@@ -296,7 +296,8 @@ class SchedulerState:
     def continuation(self, sequence: Sequence) -> IntArray:
         """What the prefix tree has after the known tokens of a sequence that may have drafts."""
         request, drafts = sequence.request, self.policy.speculation
-        if not (drafts.max_drafts and drafts.tree) or request.beam is not None or not drafts.allows(request.sampling):
+        reads_tree = drafts.max_drafts and drafts.tree and drafts.reads_text(request.sampling)
+        if not reads_tree or request.beam is not None:
             return _NONE
         return self.kv.continuation(sequence.group.owner, sequence.tokens, request.max_length - sequence.num_tokens)
 

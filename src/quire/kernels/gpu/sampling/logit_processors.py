@@ -39,7 +39,8 @@ def process_logits(
             logits, logits.stride(0), vocab_size, rows, positions, num_rows,
             table.integers, table.integers.stride(0), table.floats, table.floats.stride(0),
             shaping.places, shaping.masks, shaping.masks.shape[1], shaping.offsets, shaping.in_prompt,
-            shaping.generated, shaping.end_ids, shaping.end_ids.shape[1], shaped,
+            shaping.generated, shaping.end_ids, shaping.end_ids.shape[1], shaping.drafts, shaping.drafts.shape[1],
+            shaped,
             TILE=_TILE, enable_fp_fusion=False,
         )  # fmt: skip
     return shaped
@@ -60,7 +61,7 @@ def mask_logits(
 
 def count_tokens(
     tokens: Tensor,  # [n] int64
-    places: Tensor,  # [n] int64, unique except -1
+    places: Tensor,  # [n] int64
     generated: Tensor,  # [slots, vocab] int32; changed in place
 ) -> None:
     """See `row_interface.CountTokens`."""
@@ -70,11 +71,11 @@ def count_tokens(
         launch(_count, grid, tokens, places, num_rows, generated, generated.shape[1], BLOCK=_BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_words", "num_end_ids"])  # one compilation serves every batch
+@triton.jit(do_not_specialize=["num_rows", "num_words", "num_end_ids", "num_drafts"])  # one compilation for all
 def _shape(
     logits, logits_stride, vocab_size, rows, positions, num_rows,
     integers, integers_stride, floats, floats_stride,
-    places, masks, num_words, offsets, in_prompt, generated, end_ids, num_end_ids, shaped,
+    places, masks, num_words, offsets, in_prompt, generated, end_ids, num_end_ids, drafts, num_drafts, shaped,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of a row."""
@@ -106,6 +107,8 @@ def _shape(
     if count_place >= 0:
         was_in_prompt = tl.load(in_prompt + count_place * vocab_size + ids, mask=inside, other=0) != 0
         counts = tl.load(generated + count_place * vocab_size + ids, mask=inside, other=0)
+        for number in range(num_drafts):
+            counts += (tl.load(drafts + at * num_drafts + number) == ids).to(tl.int32)
         values = _penalized(values, was_in_prompt, counts, floats + row * floats_stride)
 
     tl.store(shaped + at * vocab_size + ids, tl.where(is_fault, float("nan"), values), mask=inside)
@@ -141,4 +144,4 @@ def _count(tokens, places, num_rows, generated, vocab_size, BLOCK: tl.constexpr)
     place = tl.load(places + at, mask=at < num_rows, other=-1)
     token = tl.load(tokens + at, mask=place >= 0, other=0)
     count = generated + place * vocab_size + token
-    tl.store(count, tl.load(count, mask=place >= 0, other=0) + 1, mask=place >= 0)
+    tl.atomic_add(count, 1, mask=place >= 0, sem="relaxed")
