@@ -63,3 +63,31 @@ def test_a_rank_is_killed_at_random_steps(
         pids = children_of(server.engine_pid, "quire.engine.rank_main")
     assert pids and not any(is_alive(pid) for pid in pids), "they end with the server"
     report(f"ranks killed under streams, TP {size} × PP {num_stages}", dose(2))
+
+
+@pytest.mark.parametrize(("size", "num_stages"), long_only([(2, 1), (1, 2)]))
+def test_a_rank_of_one_of_two_replicas_is_killed(tmp_path: Path, size: int, num_stages: int) -> None:
+    """That replica is started again; the other one goes on."""
+    folder = write_model(tmp_path, tiny_llama())
+    ranks = ("--replicas", "2", "--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(num_stages))
+    with serving(str(folder), *ranks, *SETTINGS) as server, server.client() as client:
+
+        def replicas() -> list[dict[str, object]]:
+            rows: list[dict[str, object]] = client.get("/load").json()["replicas"]
+            return rows
+
+        expected = client.post("/v1/completions", json=CONTROL).json()["choices"]
+        engines = [each["pid"] for each in replicas()]
+        [rank] = children_of(engines[0], "quire.engine.rank_main")
+        responses = strike(server, rank, 3)
+        assert all(each.failed != each.complete for each in responses), "every client is told"
+        assert sum(each.failed for each in responses) <= NUM_STREAMS // 2, "no more than that replica had"
+        wait_until(lambda: all(each["health"] == "ready" for each in replicas()), START_PATIENCE_S)
+        found = [each["pid"] for each in replicas()]
+        assert found[0] != engines[0] and found[1] == engines[1]
+        assert [each["num_restarts"] for each in replicas()] == [1, 0]
+        for _ in range(2):
+            assert client.post("/v1/completions", json=CONTROL).json()["choices"] == expected
+        wait_until_at_rest(client)
+        pids = [pid for engine in found for pid in children_of(engine, "quire.engine.rank_main")]
+    assert len(pids) == 2 and not any(is_alive(pid) for pid in (*found, *pids)), "they end with the server"

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.shared_blocks import BlockAddress, DeviceMemory, LeaseEnded, MemoryRefused, PeerBlocks, SharedBlocks
-from quire.engine.block_transport import BlockTransport
+from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.build_runner import check_role
 from quire.engine.prefix_transfer import EngineRole
 from quire.models.interface import KvGeometry
@@ -52,7 +52,7 @@ class Owner:
         return self.process.stdout.readline()
 
     def grant(self) -> BlockAddress:
-        *words, memory, machine, _ = json.loads(self.ask("grant"))
+        *words, memory, machine, _, _ = json.loads(self.ask("grant"))
         return BlockAddress(*words, DeviceMemory(*memory), machine)
 
     def revoke(self, address: BlockAddress) -> None:
@@ -180,6 +180,25 @@ def test_engines_that_share_a_gpu_must_be_told_how_much_each_may_use() -> None:
     with pytest.raises(ConfigError, match="--kv-transport nixl copies the KV caches of CPUs so far"):
         check_role(EngineRole.PREFILL, EngineConfig(kv_cache_memory=1 << 30), cuda, BlockTransport(object()))  # type: ignore[arg-type]
     check_role(EngineRole.PREFILL, EngineConfig(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "transport", "message"),
+    [
+        (EngineConfig(pipeline_parallel_size=2), "cpu", LOCAL_TRANSPORT, "--pipeline-parallel-size 2 divides these"),
+        (EngineConfig(tensor_parallel_size=2, kv_cache_memory=1 << 30), "cuda", LOCAL_TRANSPORT, "or use --device cpu"),
+        (EngineConfig(tensor_parallel_size=2), "cpu", BlockTransport(object()), "use --kv-transport memory"),
+        (EngineConfig(tensor_parallel_size=2, run_ahead=1), "cpu", LOCAL_TRANSPORT, "--run-ahead 1 leaves no time"),
+    ],
+)  # fmt: skip
+def test_blocks_of_ranks_that_cannot_be_copied_are_refused(
+    config: EngineConfig, device: str, transport: BlockTransport, message: str
+) -> None:
+    for role in (EngineRole.PREFILL, EngineRole.DECODE):
+        with pytest.raises(ConfigError, match=message):
+            check_role(role, config, torch.device(device), transport)
+    check_role(EngineRole.WHOLE, config, torch.device(device), transport)
+    check_role(EngineRole.DECODE, EngineConfig(tensor_parallel_size=2), torch.device("cpu"))
 
 
 def test_words_of_leases_are_all_that_is_shared_where_the_blocks_are_on_a_gpu() -> None:

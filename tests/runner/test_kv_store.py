@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.core.shared_blocks import PeerBlocks, SharedBlocks
+from quire.core.shared_blocks import LeaseEnded, PeerBlocks, SharedBlocks, map_part
 from quire.models.interface import KvGeometry
 from quire.runner.kv_store import KvStores, new_store
 from quire.runner.warmup import measure_transfer
@@ -80,12 +80,34 @@ def test_the_cost_of_a_copy_is_seconds_per_block_and_the_device_keeps_its_own() 
 def test_blocks_in_shared_memory_are_copied_by_another_store() -> None:
     """What a prefill engine writes and a decode engine reads."""
     shared = SharedBlocks(6, GEOMETRY.block_bytes(4))
-    theirs, own = new_store(GEOMETRY, 5, 4, CPU, shared=shared), filled()
+    theirs, own = new_store(GEOMETRY, 5, 4, CPU, memory=shared.part(0)), filled()
     for block in range(6):
         theirs.device[block] = 100 + block
     lease = shared.grant()
-    assert lease is not None and theirs.shared is shared and own.shared is None
+    assert lease is not None
     PeerBlocks(lease, own.block_bytes).copy([5, 2], [1, 4])
     assert values(own.device) == [0, 105, 2, 3, 102, 5]
     assert values(theirs.device) == [100, 101, 102, 103, 104, 105]
     shared.close()
+
+
+def test_blocks_of_several_ranks_are_copied_part_by_part() -> None:
+    """Each rank maps its part of a memory that rank 0 has allocated; rank 0 copies for all."""
+    size = GEOMETRY.block_bytes(4)
+    theirs, ours = SharedBlocks(6, size, num_parts=2), SharedBlocks(5, size, num_parts=2)
+    filling = [new_store(GEOMETRY, 5, 4, CPU, memory=map_part(theirs.place, rank, 2, size)) for rank in range(2)]
+    reading = [new_store(GEOMETRY, 4, 4, CPU, memory=map_part(ours.place, rank, 2, size)) for rank in range(2)]
+    for rank, store in enumerate(filling):
+        for block in range(6):
+            store.device[block] = 100 * (rank + 1) + block
+    for store in reading:
+        store.device[:] = 0
+    lease = theirs.grant()
+    assert lease is not None and lease.whole_bytes == 2 * size
+    PeerBlocks(lease, ours.blocks).copy([5, 2], [1, 4])
+    assert [values(store.device) for store in reading] == [[0, 105, 0, 0, 102], [0, 205, 0, 0, 202]]
+    theirs.revoke(lease.slot)
+    with pytest.raises(LeaseEnded):
+        PeerBlocks(lease, ours.blocks)
+    theirs.close()
+    ours.close()

@@ -43,8 +43,10 @@ from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.server.prefill_decode import PrefillEngines, SplitRequest
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
 from quire.server.request_stream import RequestStream
+from tests.llm.tiny import tiny_llama, write_model
 from tests.server.supervision import until, watched
 from tests.server.test_async_engine import INFO
+from tests.tiers import long_only
 
 Message = TypeVar("Message")
 LINES = """{"step_ms": 20}
@@ -203,6 +205,47 @@ def test_copied_blocks_give_the_answer_of_one_engine(shallow_default: Path) -> N
             split.split.is_ready = lambda rank: False
             alone = [await split.answer(split.submit(prompt)) for prompt in prompts]
             assert alone == copied
+            await split.assert_nothing_is_held()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("num_ranks", long_only([2, 4]))
+def test_the_ranks_of_both_engines_have_what_was_copied(tmp_path: Path, num_ranks: int) -> None:
+    """With four ranks, two have each key head."""
+    config = EngineConfig(
+        model=str(write_model(tmp_path, tiny_llama())),
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=4,
+        kv_cache_memory=1 << 20,
+        max_model_len=512,
+        tensor_parallel_size=num_ranks,
+    )
+
+    def letters(seed: int, num_tokens: int) -> list[int]:
+        return [token % 256 + 3 for token in prompt_of(seed, num_tokens)]
+
+    async def body() -> None:
+        async with two_engines(config, None) as split:
+            prompts = [letters(1, 300), letters(1, 160) + letters(2, 140), letters(3, 120)]
+            copied = [await split.answer(split.submit(prompt)) for prompt in prompts]
+            num_heads = max(2, num_ranks)
+            assert [each.failure for each in split.ends] == [None] * 3
+            token_bytes = 2 * 2 * num_heads * 16 * 4  # keys and values of two layers
+            assert [each.num_bytes // token_bytes for each in split.ends] == [288, 128, 112]
+            await split.engine.query("reset_prefix_cache")
+            is_ready, split.split.is_ready = split.split.is_ready, lambda rank: False
+            assert [await split.answer(split.submit(prompt)) for prompt in prompts] == copied
+            split.split.is_ready = is_ready
+            split.signal_prefill(signal.SIGKILL)
+            await split.until(Health.RESTARTING)
+            while split.supervisor.prefill[0].health is not Health.READY:
+                await asyncio.sleep(0.01)  # several processes start: on a crowded machine for more than a minute
+            await split.engine.query("reset_prefix_cache")
+            assert [await split.answer(split.submit(prompt)) for prompt in prompts] == copied
+            failures = [each.failure for each in split.ends]
+            assert failures == [None] * 3 + [TransferFailure.NO_ENGINE] * 3 + [None] * 3, "from the next one's memory"
             await split.assert_nothing_is_held()
 
     asyncio.run(body())

@@ -6,6 +6,9 @@ lease's generation while it lasts, and 0 otherwise. No generation comes twice. T
 memory of a GPU: then the address of a lease says where (`runner/cuda_ipc.py`). Other machines read words and blocks
 over the network (`dist/nixl_blocks.py`).
 
+The ranks of a divided model have one memory: after the page of words the blocks of rank 0, then those of rank 1, and so
+on. A rank maps it and writes its part; the leases are rank 0's, whose plans say when a block is written again.
+
 The owner sets the word of a lease to 0 before the leased blocks can be written again. So a reader that finds its
 generation after a copy has copied what was leased; a copy that was overtaken by the end of its lease is dropped. No
 clock is compared, and an owner that was killed writes nothing more.
@@ -63,6 +66,12 @@ class BlockAddress(NamedTuple):
     memory: DeviceMemory | None = None  # None: in the file
     machine: str = ""  # whose processes can map the file
     network: NetworkMemory | None = None  # None: not for other machines
+    num_parts: int = 1  # of each block, one behind the other: a part has `block_bytes`
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of a block, in all its parts."""
+        return self.block_bytes * self.num_parts
 
 
 class LeaseEnded(Exception):
@@ -82,16 +91,18 @@ class SharedBlocks:
 
     __slots__ = (
         *("_descriptor", "_device", "_free", "_machine", "_memory", "_network", "_next_generation"),
-        *("_words", "block_bytes", "blocks", "epoch"),
+        *("_words", "block_bytes", "blocks", "epoch", "num_parts"),
     )
 
-    def __init__(self, num_blocks: int, block_bytes: int, device: DeviceMemory | None = None) -> None:
-        """`device`: where the blocks are, if not in this memory."""
-        self.block_bytes = block_bytes
+    def __init__(
+        self, num_blocks: int, block_bytes: int, device: DeviceMemory | None = None, num_parts: int = 1
+    ) -> None:
+        """`device`: where the blocks are, if not in this memory. `num_parts`: ranks that each have this memory."""
+        self.block_bytes, self.num_parts = block_bytes, num_parts
         self._network: NetworkMemory | None = None
         self._device = device
         self._machine = machine_name()
-        num_blocks = num_blocks if device is None else 0
+        num_blocks = num_blocks * num_parts if device is None else 0
         self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, HEADER_BYTES + num_blocks * block_bytes)
         self._memory = mmap.mmap(self._descriptor, 0)
@@ -114,8 +125,17 @@ class SharedBlocks:
         slot, generation = self._free.pop(), self._next_generation
         self._next_generation += 1
         self._words[_FIRST_LEASE + slot] = generation
-        where = (self.block_bytes, self._device, self._machine, self._network)
+        where = (self.block_bytes, self._device, self._machine, self._network, self.num_parts)
         return BlockAddress(os.getpid(), self._descriptor, int(self.epoch), slot, generation, *where)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The process and the descriptor by which another process of this machine finds the memory."""
+        return os.getpid(), self._descriptor
+
+    def part(self, number: int) -> NDArray[np.uint8]:
+        """The blocks of one rank: [blocks, bytes]."""
+        return _part(self.blocks, number, self.num_parts)
 
     def revoke(self, slot: int) -> None:
         """End a lease. From now on no reader uses what it copies."""
@@ -135,6 +155,20 @@ class SharedBlocks:
     def close(self) -> None:
         """Give the memory back, as far as no other process and no array has it."""
         os.close(self._descriptor)
+
+
+def map_part(place: tuple[int, int], number: int, num_parts: int, block_bytes: int) -> NDArray[np.uint8]:
+    """The blocks of one rank, in its own process, to be written: [blocks, bytes]. Raises OSError."""
+    pid, descriptor = place
+    with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    blocks: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=HEADER_BYTES).reshape(-1, block_bytes)
+    return _part(blocks, number, num_parts)
+
+
+def _part(blocks: NDArray[np.uint8], number: int, num_parts: int) -> NDArray[np.uint8]:
+    length = len(blocks) // num_parts
+    return blocks[number * length : (number + 1) * length]
 
 
 def check_words(words: NDArray[np.int64], address: BlockAddress) -> None:
@@ -177,7 +211,7 @@ class PeerBlocks(PeerLease):
     __slots__ = ("_blocks", "_targets")
 
     def __init__(self, address: BlockAddress, targets: NDArray[np.uint8]) -> None:
-        """`targets`: [blocks, bytes]."""
+        """`targets`: [blocks, bytes], those of all parts of the memory."""
         super().__init__(address)
         if address.memory is not None:
             raise MemoryRefused("the blocks are in the memory of a GPU")
@@ -191,8 +225,10 @@ class PeerBlocks(PeerLease):
         """Copy blocks. Raises `LeaseEnded` if the lease did not last until they were copied."""
         self.check()
         if self._address.block_bytes:
-            for source, target in zip(sources, targets, strict=True):
-                np.copyto(self._targets[target], self._blocks[source])
+            for number in range(self._address.num_parts):
+                theirs, ours = (_part(each, number, self._address.num_parts) for each in (self._blocks, self._targets))
+                for source, target in zip(sources, targets, strict=True):
+                    np.copyto(ours[target], theirs[source])
         self.check()
 
     def device_s(self, *, wait: bool) -> float | None:

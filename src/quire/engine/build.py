@@ -136,7 +136,7 @@ def build(
     name, checkpoint, tokenizer, _ = opened = opened or open_model(config, reporter.fetching)
     dtype = choose_dtype(config, checkpoint, device)
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-    ranks = Ranks(config, dtype, device, shared_gpu) if shard.num_ranks > 1 else None
+    ranks = Ranks(config, dtype, device, role, shared_gpu) if shard.num_ranks > 1 else None
     spec = shard.spec(checkpoint.spec)
     reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
@@ -153,7 +153,7 @@ def build(
     usage = weight_usage(config, checkpoint, model, weights, DTYPES[dtype])
     if precompilation is None:
         reporter.done("weights", usage.describe())
-    stores = make_stores(model, resolved, choice, device, role)
+    stores = _make_stores(model, resolved, choice, device, role, ranks)
     draft = build_draft(config, loaded_draft, model, resolved, device, reporter)
     drafts = None if draft is None else draft.config
     runner = make_runner(model, stores, resolved, choice, serving, planted_drafts, shard, drafts, groups.group)
@@ -167,10 +167,25 @@ def build(
     costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
-    _connect(engine, role, transport, stores, block_layout(name, stores, usage.name), runner)
+    _connect(engine, role, transport, stores, block_layout(name, stores, usage.name, shard.size), runner)
     memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device), reporter)
     facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
     return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
+
+
+def _make_stores(
+    model: Decoder,
+    resolved: ResolvedConfig,
+    choice: KernelChoice,
+    device: torch.device,
+    role: EngineRole,
+    ranks: Ranks | None,
+) -> KvStores:
+    """Those of rank 0; it sends the other ranks of an engine with a role where theirs are."""
+    stores = make_stores(model, resolved, choice, device, role)
+    if ranks is not None and stores.shared is not None:
+        ranks.processes.send_blocks(stores.shared)
+    return stores
 
 
 def _choose_device(config: EngineConfig, role: EngineRole, transport: BlockTransport) -> torch.device:
@@ -208,7 +223,8 @@ def _connect(
     if role is EngineRole.WHOLE:
         return
     device = stores.device.device
-    if stores.shared is not None:
+    if role is EngineRole.PREFILL:
+        assert stores.shared is not None
         # Cached blocks are computed, but one that returns from the host may still be on its way.
         returns = stores.host is not None and device.type == "cuda"
         settle = torch.cuda.current_stream(device).synchronize if returns else None
@@ -221,7 +237,8 @@ def _connect(
         peers = PeerStores(stores)
         engine.import_prefixes(layout, peers.source, note_imported, peers.close_ended, DEVICE_COPY_BYTES)
     else:
-        engine.import_prefixes(layout, transport.reader(stores.block_bytes, time.monotonic), note_imported)
+        blocks = stores.block_bytes if stores.shared is None else stores.shared.blocks  # of all ranks
+        engine.import_prefixes(layout, transport.reader(blocks, time.monotonic), note_imported)
 
 
 def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:

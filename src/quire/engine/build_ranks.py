@@ -11,13 +11,16 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.config import EngineConfig
 from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
+from quire.core.shared_blocks import map_part
 from quire.core.step import Runner
 from quire.core.worker_process import receive_frame, send_frame
 from quire.dist.process_group import NcclGroup, ProcessGroup, new_rendezvous
@@ -26,6 +29,7 @@ from quire.engine.build_runner import DTYPES, allocate_weights, choose_kernels, 
 from quire.engine.first_steps import dry_run, first_steps, start_precompilation
 from quire.engine.machine import check_gpus, gpu_names, inspect, num_cores
 from quire.engine.open_model import find_checkpoint, refuse_stages_on_gpus
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.rank_processes import GpuMemory, RankProcesses, RankStart, read_sizes
 from quire.engine.resolved_config import MachineInfo, ResolvedConfig
 from quire.engine.startup import StartupReporter
@@ -64,7 +68,9 @@ def join_groups(shard: Shard, spec: ModelSpec, rendezvous: int, backend: str) ->
 class Ranks:
     """Starts the other ranks, which load their weights while rank 0 loads its own."""
 
-    def __init__(self, config: EngineConfig, dtype: str, device: torch.device, shared_gpu: str | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, dtype: str, device: torch.device, role: EngineRole, shared_gpu: str | None = None
+    ) -> None:
         """`shared_gpu`: for tests, the backend ("gloo" or "symmetric") of ranks that are all on one GPU."""
         self.shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
         gpus = None
@@ -85,7 +91,7 @@ class Ranks:
         self._backend = shared_gpu or ("gloo" if gpus is None else "nccl")
         self._rendezvous = new_rendezvous()
         self.processes = RankProcesses(self.shard.num_ranks, self._rendezvous, gpus=gpus)
-        self.processes.send_start(config, dtype, device.type, self._backend)
+        self.processes.send_start(config, dtype, device.type, self._backend, role)
 
     def wait_loaded(self, device: torch.device) -> MachineInfo:
         """What one rank may use, when all have allocated their weights: the GPU that has the least free memory, or a
@@ -135,9 +141,15 @@ class RankCheck:
         self._computes.prepare()
 
 
+def _map_blocks(message: Any, shard: Shard) -> NDArray[np.uint8]:
+    """This rank's KV blocks, which rank 0 has allocated for all."""
+    pid, descriptor, block_bytes = message["blocks"]
+    return map_part((pid, descriptor), shard.rank, shard.size, block_bytes)
+
+
 def build_rank(start: RankStart, leader: socket.socket, rendezvous: int) -> Callable[[], None] | None:
     """A rank above 0: follows rank 0 until the connection is closed. None: it was closed already."""
-    config, shard, backend = start
+    config, shard, backend, _ = start
     device, dtype, reporter = torch.device(config.device), DTYPES[config.dtype], StartupReporter()
     precompilation = start_precompilation(device, reporter)
     _, checkpoint = find_checkpoint(config)
@@ -155,7 +167,12 @@ def build_rank(start: RankStart, leader: socket.socket, rendezvous: int) -> Call
     groups = join_groups(shard, spec, rendezvous, backend)
     choice = groups.capturing(choice)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len, *groups)
-    stores = make_stores(model, resolved, choice, device)
+    memory = None
+    if start.role is not EngineRole.WHOLE:
+        if (blocks := receive_frame(leader)) is None:
+            return None
+        memory = _map_blocks(blocks, shard)
+    stores = make_stores(model, resolved, choice, device, memory=memory)
     runner = make_runner(model, stores, resolved, choice, serving=False, planted=False, shard=shard, group=groups.group)
     if precompilation is not None:
         fill()

@@ -5,7 +5,9 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -76,9 +78,16 @@ def make_stores(
     choice: KernelChoice,
     device: torch.device,
     role: EngineRole = EngineRole.WHOLE,
+    memory: NDArray[np.uint8] | None = None,
 ) -> KvStores:
-    """Other engines read the blocks of a prefill engine, so these are in memory that is shared or exported."""
+    """Other engines read the blocks of a prefill engine, so these are in memory that is shared or exported; and rank 0
+    writes what it copies into the blocks of all ranks. `memory`: of a rank above 0, whose blocks are in rank 0's."""
+    num_ranks = resolved.tensor_parallel_size
     is_read = role is EngineRole.PREFILL
+    shared = None
+    if device.type == "cpu" and (is_read or (role is EngineRole.DECODE and num_ranks > 1)):
+        shared = _share_blocks(model, resolved, num_ranks)
+        memory = shared.part(0)
     stores = new_store(
         model.kv_geometry,
         resolved.num_blocks,
@@ -86,22 +95,23 @@ def make_stores(
         device,
         resolved.num_host_blocks,
         choice.copy_blocks,
-        shared=_share_blocks(model, resolved) if is_read and device.type == "cpu" else None,
+        memory,
     )
+    stores.shared = shared
     if is_read and device.type == "cuda":
         stores.shared = SharedBlocks(len(stores.device), stores.raw_blocks.shape[1], export_store(stores.device))
     return stores
 
 
-def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig) -> SharedBlocks:
+def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig, num_ranks: int) -> SharedBlocks:
     """With the null block."""
     block_bytes = model.kv_geometry.block_bytes(resolved.block_size)
     try:
-        return SharedBlocks(resolved.num_blocks + 1, block_bytes)
+        return SharedBlocks(resolved.num_blocks + 1, block_bytes, num_parts=num_ranks)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"No shared memory for a KV cache of {resolved.num_blocks} blocks "
-            f"({block_bytes * resolved.num_blocks} bytes): {error}; use a smaller --kv-cache-memory.",
+            f"({block_bytes * resolved.num_blocks * num_ranks} bytes): {error}; use a smaller --kv-cache-memory.",
             param="kv_cache_memory",
         ) from error
 
@@ -123,15 +133,14 @@ def check_role(
             "each may use for its KV cache, such as --kv-cache-memory 20GiB.",
             param="kv_cache_memory",
         )
-    for flag, size in (
-        ("--tensor-parallel-size", config.tensor_parallel_size),
-        ("--pipeline-parallel-size", config.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(
-                f"--prefill-engines copies whole KV blocks, and {flag} {size} divides them; omit one of them.",
-                param="prefill_engines",
-            )
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--prefill-engines copies KV blocks with all their layers, and --pipeline-parallel-size "
+            f"{config.pipeline_parallel_size} divides these; omit one of them, or use --tensor-parallel-size.",
+            param="prefill_engines",
+        )
+    if config.tensor_parallel_size > 1:
+        _check_ranks(config, device, transport)
     if parse_sources(config.speculative).model is not None:
         raise ConfigError(
             f"--prefill-engines copies the KV blocks of one model, and --speculative {config.speculative} has two; "
@@ -142,10 +151,33 @@ def check_role(
         raise ConfigError("--prefill-engines shares memory as Linux does; omit it here.", param="prefill_engines")
 
 
-def block_layout(name: str, stores: KvStores, weights: str) -> str:
+def _check_ranks(config: EngineConfig, device: torch.device, transport: BlockTransport) -> None:
+    """Rank 0 copies the blocks of all ranks, while none of them computes."""
+    size = config.tensor_parallel_size
+    if device.type == "cuda":
+        raise ConfigError(
+            f"--prefill-engines with --tensor-parallel-size {size} copies the KV caches of CPUs so far; omit one of "
+            f"them, or use --device cpu.",
+            param="prefill_engines",
+        )
+    if transport.is_remote:
+        raise ConfigError(
+            f"--prefill-engines with --tensor-parallel-size {size} copies KV blocks within one machine so far; use "
+            f"--kv-transport memory.",
+            param="kv_transport",
+        )
+    if config.run_ahead:
+        raise ConfigError(
+            f"--prefill-engines with --tensor-parallel-size {size} copies KV blocks between two steps, and --run-ahead "
+            f"{config.run_ahead} leaves no time between them; omit it.",
+            param="run_ahead",
+        )
+
+
+def block_layout(name: str, stores: KvStores, weights: str, num_ranks: int) -> str:
     """A hash of what the bytes of a block are: of engines with the same, one reads the blocks of the other."""
     store = stores.device
-    layout = (name, weights, str(store.dtype), tuple(store.shape[1:]))
+    layout = (name, weights, str(store.dtype), tuple(store.shape[1:]), num_ranks)
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
 
 

@@ -232,7 +232,7 @@ class PrefixImports:
         if held is None:
             raise TransferFailed(TransferFailure.NO_ROOM)
         sources = lease.blocks[len(held.cached) :]
-        self._open.append(_Import(token, held, source, sources, lease.address.block_bytes))
+        self._open.append(_Import(token, held, source, sources, lease.address.whole_bytes))
 
     @property
     def idle(self) -> bool:

@@ -23,7 +23,9 @@ from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, RankFailed
 from quire.core.process import signals_held
 from quire.core.sharding import Shard
+from quire.core.shared_blocks import SharedBlocks
 from quire.core.worker_process import receive_frame, send_frame
+from quire.engine.prefix_transfer import EngineRole
 from quire.engine.resolved_config import ResolvedConfig
 
 HEARTBEAT_S = 0.5
@@ -37,6 +39,7 @@ class RankStart(NamedTuple):
     config: EngineConfig  # with the dtype and the device that were chosen
     shard: Shard
     backend: str  # of collectives
+    role: EngineRole
 
 
 def start_message(config: EngineConfig, dtype: str, device: str) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def start_message(config: EngineConfig, dtype: str, device: str) -> dict[str, An
 def read_start(message: Any) -> RankStart:
     config = EngineConfig(**message["config"])
     shard = Shard.of(message["rank"], config.tensor_parallel_size, config.pipeline_parallel_size)
-    return RankStart(config, shard, message["backend"])
+    return RankStart(config, shard, message["backend"], EngineRole(message["role"]))
 
 
 class GpuMemory(NamedTuple):
@@ -197,16 +200,21 @@ class RankProcesses:
         """On the thread that has ended the others: what this rank waits for will not come."""
         self._watch.at_end = function
 
-    def send_start(self, config: EngineConfig, dtype: str, device: str, backend: str) -> None:
+    def send_start(self, config: EngineConfig, dtype: str, device: str, backend: str, role: EngineRole) -> None:
         """The ranks find the model and load their part of its weights; `wait_loaded` waits for that."""
         settings = start_message(config, dtype, device)
         for number in range(1, len(self.connections) + 1):
-            self._send(number, {"config": settings, "rank": number, "backend": backend})
+            self._send(number, {"config": settings, "rank": number, "backend": backend, "role": role.value})
 
     def send_sizes(self, resolved: ResolvedConfig) -> None:
         """The ranks allocate their KV stores, and join the process group."""
         for number in range(1, len(self.connections) + 1):
             self._send(number, {"sizes": asdict(resolved)})
+
+    def send_blocks(self, shared: SharedBlocks) -> None:
+        """The KV blocks of the ranks of an engine with a role are in memory of rank 0."""
+        for number in range(1, len(self.connections) + 1):
+            self._send(number, {"blocks": [*shared.place, shared.block_bytes]})
 
     def send_compiled(self) -> None:
         """Kernels are compiled: the other ranks find them on disk."""

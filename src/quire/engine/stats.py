@@ -116,7 +116,8 @@ class EngineInfo:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return self.memory.kv / max(self.num_blocks * self.block_size, 1)
+        """Of all ranks."""
+        return self.num_ranks * self.memory.kv / max(self.num_blocks * self.block_size, 1)
 
     @property
     def num_ranks(self) -> int:

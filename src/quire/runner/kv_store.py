@@ -29,11 +29,10 @@ class KvStores:
         device: Tensor,
         host: Tensor | None = None,
         copy_blocks: CopyBlocks | None = None,
-        shared: SharedBlocks | None = None,
     ) -> None:
         self.device = device  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
         self.host = host  # [host blocks + 1, …], pinned if the device is not the CPU
-        self.shared = shared  # other engines read the device's store
+        self.shared: SharedBlocks | None = None  # where other processes read or write the device's store
         self._copy_blocks = copy_blocks  # inside the device's store; None: block by block
 
     @property
@@ -90,15 +89,15 @@ def new_store(
     device: torch.device,
     num_host_blocks: int = 0,
     copy_blocks: CopyBlocks | None = None,
-    shared: SharedBlocks | None = None,
+    memory: NDArray[np.uint8] | None = None,
 ) -> KvStores:
-    """Allocate, uninitialised: no slot is read before it was written. `shared`: the memory of the device's store, on a
-    CPU, instead of memory of its own."""
+    """Allocate, uninitialised: no slot is read before it was written. `memory`: of the device's store on a CPU, instead
+    of memory of its own: [blocks + 1, bytes]."""
     block_bytes = geometry.block_bytes(block_size)
     shape = geometry.store_shape(num_blocks + 1, block_size)
     try:
-        if shared is not None:
-            store = torch.from_numpy(shared.blocks).view(geometry.dtype).view(shape)
+        if memory is not None:
+            store = torch.from_numpy(memory).view(geometry.dtype).view(shape)
         else:
             store = torch.empty(shape, dtype=geometry.dtype, device=device)
     except RuntimeError as error:  # what torch's allocators raise, torch.OutOfMemoryError included
@@ -108,7 +107,7 @@ def new_store(
             param="kv_cache_memory",
         ) from error
     if num_host_blocks == 0:
-        return KvStores(store, copy_blocks=copy_blocks, shared=shared)
+        return KvStores(store, copy_blocks=copy_blocks)
     shape = geometry.store_shape(num_host_blocks + 1, block_size)
     try:
         host = torch.empty(shape, dtype=geometry.dtype, pin_memory=device.type == "cuda")
@@ -117,4 +116,4 @@ def new_store(
             f"Not enough host memory for {num_host_blocks} swapped KV blocks "
             f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
         ) from error
-    return KvStores(store, host, copy_blocks, shared)
+    return KvStores(store, host, copy_blocks)
