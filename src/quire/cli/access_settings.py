@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from quire.server.http.logs import LogFormat, LogWriter, log_request
 from quire.server.http.middleware import RequestLogger, RequestObserver, secure
 from quire.server.http.protocol import connection_limits, guarded
 from quire.server.http.request_context import RequestRecord
+from quire.server.http.tls import behind_tls
 from quire.server.metrics import Metrics
 
 _FORM_BYTES = 1 << 16  # of an upload beside its file
@@ -79,22 +80,24 @@ class AccessSettings:
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """Settings of uvicorn for an application behind the access checks."""
-        certificate, key = self._certificate or (None, None)
+        limits = connection_limits(self._options.max_body_bytes)
         replies_early = app is self._requests and not self._options.allowed_origins  # neither CORS nor tracing around
+        protocol: Callable[..., asyncio.Protocol] = guarded(
+            limits,
+            self._notify,
+            self._requests,
+            replies_early=replies_early,
+            slow_reader=self._metrics.slow_reader,
+        )
+        if self._certificate is not None:
+            certificate, key = self._certificate
+            protocol = behind_tls(protocol, certificate, key, limit=limits.handshakes, timeout_s=limits.head_s)
         return {
             "app": app,
-            "http": guarded(
-                connection_limits(self._options.max_body_bytes),
-                self._notify,
-                self._requests,
-                replies_early=replies_early,
-                slow_reader=self._metrics.slow_reader,
-            ),
+            "http": protocol,
             "ws": "none",
             "root_path": self._root_path,
             "proxy_headers": False,  # X-Forwarded-For: a client could claim any address
-            "ssl_certfile": certificate,
-            "ssl_keyfile": key,
             "timeout_keep_alive": _KEEP_ALIVE_S,
             "server_header": False,
             "access_log": False,

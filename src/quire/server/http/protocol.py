@@ -115,6 +115,7 @@ class ConnectionLimits:
     readers: ReaderLimits = field(default_factory=ReaderLimits)
     connections: int = _MAX_CONNECTIONS
     turned_away: int = 256  # connections above the limit that still get an error reply
+    handshakes: int = 256  # of TLS, which are not complete
 
 
 def _parser_error(error: httptools.HttpParserError) -> Exception:
@@ -568,13 +569,18 @@ def guarded(
 
 
 def connection_limits(max_body_bytes: int, most: int = _MAX_CONNECTIONS) -> ConnectionLimits:
-    """The default limits for bodies of this size. Connections also at most as the limit on open files allows."""
+    """The default limits for bodies of this size. Connections also at most as the limit on open files allows, with
+    those that are turned away and handshakes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))
     usual = ConnectionLimits()
+    files = 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - _FILES_KEPT, 8)
+    turned_away, handshakes = min(usual.turned_away, files // 8), min(usual.handshakes, files // 8)
+    connections = min(most, files - turned_away - handshakes)
     all_bytes = max(usual.all_bodies_bytes, _WHOLE_BODIES * max_body_bytes)
     return ConnectionLimits(
         connections=connections,
+        turned_away=turned_away,
+        handshakes=handshakes,
         body_bytes=max_body_bytes,
         all_bodies_bytes=all_bytes,
         client_bodies_bytes=all_bytes * 3 // 4,
