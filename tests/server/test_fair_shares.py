@@ -82,6 +82,18 @@ def test_a_client_alone_may_fill_the_limit() -> None:
     assert not shares.has_room(alone, 8)
 
 
+def test_the_reserve_is_half_of_the_limit() -> None:
+    """So much more than the limit is open where clients below their share come after one that fills it."""
+    shares = FairShares()
+    for _ in range(10):
+        shares.take(Client("first"))
+    others = [Client(f"other {number}") for number in range(9)]
+    for each in others:
+        if shares.has_room(each, 10):
+            shares.take(each)
+    assert shares.total == 15 and [shares.held(each) for each in others] == [1] * 5 + [0] * 4
+
+
 def test_a_weight_is_a_share_of_the_limit() -> None:
     shares, heavy, light = FairShares(), Client("heavy", 3.0, known=True), Client("light", known=True)
     for client in (heavy, light):  # both ask for all they can get, and the first that came drains

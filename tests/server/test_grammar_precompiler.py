@@ -255,3 +255,44 @@ def test_slots_are_never_exceeded_and_none_is_idle_while_a_name_could_use_it(
             task.cancel()
 
     asyncio.run(play())
+
+
+def test_a_slot_that_is_granted_to_a_client_that_leaves_is_free_again() -> None:
+    async def leave() -> None:
+        slots = FairSlots(1)
+        await slots.acquire("a")
+        leaves = asyncio.create_task(slots.acquire("b"))
+        await asyncio.sleep(0)
+        slots.release("a")  # grants it to b, which leaves before it knows
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        await asyncio.wait_for(slots.acquire("c"), 60)
+
+    asyncio.run(leave())
+
+
+class Counting(CompileWorker):
+    """Accepts any grammar, and counts them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def compile(self, grammar: Grammar) -> None:
+        self.texts.append(grammar.text)
+
+    def close(self) -> None: ...
+
+
+def test_accepted_grammars_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used first; else a server would remember each grammar that it was ever sent."""
+    monkeypatch.setattr("quire.server.grammar_precompiler._MAX_ACCEPTED", 3)
+    worker = Counting()
+    precompiler = GrammarPrecompiler(worker)
+
+    async def check_all() -> None:
+        for text in "abcabcda":  # a, b and c are known the second time; d takes the place of a
+            await precompiler.check(regex(text), "grammar")
+
+    asyncio.run(check_all())
+    precompiler.close()
+    assert worker.texts == [*"abcd", "a"]

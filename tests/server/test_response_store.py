@@ -114,3 +114,15 @@ def test_running_responses_are_bounded() -> None:
     store.put(made("resp_0"))
     store.put(made("resp_8", running=True))
     assert store.get("a", "resp_0") is None, "it has ended, and was the oldest"
+
+
+def test_a_response_that_was_replaced_since_is_not_deleted() -> None:
+    """As a client deletes a background response while it ends."""
+    store = ResponseStore(LIMITS)
+    before, after = made("resp_1", running=True), made("resp_1")
+    store.put(before)
+    store.put(after)
+    store.delete(before)
+    assert store.get("a", "resp_1") is after
+    store.delete(after)
+    assert store.get("a", "resp_1") is None and store.num_bytes == 0
