@@ -20,7 +20,7 @@ from quire.core.errors import ConfigError, QuireError
 
 MAX_FILE_BYTES = 512 << 20
 MAX_FILES = 1000  # of one owner
-MAX_UPLOADS = 4  # at once, of one owner
+MAX_UPLOADS = 4  # at once, of one client
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _DATA, _DESCRIPTION, _PART = ".data", ".json", ".part"
 
@@ -70,9 +70,10 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 class FileWriter:
     """A file that is being written. `FileStore.finish` it, or `discard` it."""
 
-    def __init__(self, store: "FileStore", owner: str, path: Path) -> None:
+    def __init__(self, store: "FileStore", owner: str, client: str, path: Path) -> None:
         self._store = store
         self.owner = owner
+        self.client = client
         self.path = path
         self.num_bytes = 0
         self._file: IO[bytes] = path.open("xb")
@@ -104,7 +105,7 @@ class FileStore:
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
-        self._uploads: dict[str, int] = {}
+        self._uploads: Counter[str] = Counter()  # by client
         self._growing: Counter[str] = Counter()  # bytes of results of batches that run, by owner
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what clients upload is theirs
@@ -164,19 +165,19 @@ class FileStore:
 
     # New ones
 
-    def begin(self, owner: str) -> FileWriter:
-        """A file to be uploaded."""
-        if self._uploads.get(owner, 0) >= MAX_UPLOADS:
+    def begin(self, owner: str, client: str) -> FileWriter:
+        """A file to be uploaded. `client`: who sends it; without keys all have one owner and many addresses."""
+        if self._uploads[client] >= MAX_UPLOADS:
             raise FilesFull(f"{MAX_UPLOADS} files of this client are being uploaded, the limit; wait for one to end.")
         self.check_room(owner)
-        self._uploads[owner] = self._uploads.get(owner, 0) + 1
-        return FileWriter(self, owner, self.folder / "files" / f"{new_file_id()}{_PART}")
+        self._uploads[client] += 1
+        return FileWriter(self, owner, client, self.folder / "files" / f"{new_file_id()}{_PART}")
 
     def end(self, writer: FileWriter) -> None:
         """However an upload ended."""
-        self._uploads[writer.owner] -= 1
-        if not self._uploads[writer.owner]:
-            del self._uploads[writer.owner]
+        self._uploads[writer.client] -= 1
+        if not self._uploads[writer.client]:
+            del self._uploads[writer.client]
         writer.discard()
 
     def check_room(self, owner: str) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,30 @@ def test_a_wrong_form_is_refused_and_leaves_nothing(server: LocalServer, kind: s
     response = httpx.post(f"{server.url}/v1/files", content=body, headers=headers)
     assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
     assert not list(kept(server).glob("files/*.part"))
+
+
+def test_without_keys_the_uploads_of_one_address_leave_the_places_of_another(
+    tmp_path: Path, default_model_path: Path
+) -> None:
+    head = (
+        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\nContent-Type: %b\r\n\r\n--x\r\n" % FORM.encode()
+    )
+    folder = tmp_path / "kept"
+    purpose = form("purpose", b"batch")[:-5]
+    whole = purpose + b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nall\r\n--x--'
+    with (
+        local_server(tmp_path, LINES, "--max-model-len", "1k", "--files-dir", str(folder)) as server,
+        ExitStack() as open_,
+    ):
+        for _ in range(file_store.MAX_UPLOADS):
+            open_.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(head)
+        wait_until(lambda: len(list(folder.glob("files/*.part"))) == file_store.MAX_UPLOADS)
+        answers = []
+        for address in ("127.0.0.1", "127.0.0.2"):
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60) as client:
+                answers.append(client.post(f"{server.url}/v1/files", content=whole, headers={"content-type": FORM}))
+    assert [each.status_code for each in answers] == [429, 200], [each.text for each in answers]
+    assert answers[0].json()["error"]["code"] == "files_full"
 
 
 def test_an_upload_that_is_cut_off_leaves_nothing(server: LocalServer) -> None:

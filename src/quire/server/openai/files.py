@@ -135,7 +135,8 @@ async def upload(state: ServerState, request: Request) -> Response:
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not boundary:
         raise InvalidUpload("An upload is multipart/form-data with a boundary, a file and a purpose.")
-    writer = files.begin(owner_of(request))
+    client = client_of(context_of(request.scope).identity, request.scope)
+    writer = files.begin(owner_of(request), client.name)
     try:
         form = UploadParser(boundary, writer)
         async for piece in request.stream():
