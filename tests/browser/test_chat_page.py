@@ -20,6 +20,7 @@ LINES: list[dict[str, Any]] = [
     {"say": "\n\n".join(ATTACKS), "when": "attack"},
     {"say": '{"river": "Rhine"}', "when": "json please"},
     {"say": "$$\\sum_{i=1}^n \\frac{1}{i}$$\n\n- [x] done", "when": "a sum"},
+    {"say": "x" * 300 + "\n\n\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "when": "a word"},
     {"say": "Bang", "break": True, "when": "boom"},
     {"say": "A short answer."},
 ]
@@ -215,6 +216,31 @@ def test_drafts_and_conversations_survive_a_reload(tab: Callable[..., Tab]) -> N
     assert "A short answer." in log(page)
 
 
+def test_an_answer_that_a_reload_cuts_off_is_interrupted(tab: Callable[..., Tab]) -> None:
+    page = tab()
+    ask(page, "endless")
+    page.until("document.querySelector('article.assistant').innerText.includes('on and on')")
+    page.reload()
+    page.until("document.querySelector('article.assistant .foot')?.innerText.includes('interrupted')")
+    assert "on and on" in log(page)
+    assert page.run("document.querySelector('article.assistant .error').hidden"), "it was no failure"
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_long_word_is_broken_and_arabic_begins_at_the_right(tab: Callable[..., Tab], width: int) -> None:
+    page = tab(width=width)
+    ask(page, "a word")
+    finished(page)
+    assert (
+        page.run("(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth)(document.getElementById('log'))") == 0
+    )
+    page.run(
+        "window.ends = [...document.querySelectorAll('article.assistant p')].map((each) => { const text = document.createRange();"
+        " text.selectNodeContents(each); return each.getBoundingClientRect().right - text.getBoundingClientRect().right; })"
+    )
+    assert page.run("ends.length === 2 && ends[1] < 1 && ends[0] >= 0")
+
+
 def test_a_broken_answer_keeps_its_text_and_says_why(tab: Callable[..., Tab]) -> None:
     page = tab()
     ask(page, "boom")
@@ -229,6 +255,18 @@ def test_a_server_that_is_gone_is_told_in_words(tab: Callable[..., Tab]) -> None
     ask(page, "hello")
     page.until("document.querySelector('.error:not([hidden])')")
     assert "The server cannot be reached" in log(page) and "Failed to fetch" not in log(page)
+
+
+def test_a_connection_that_breaks_is_told_in_words(tab: Callable[..., Tab]) -> None:
+    """Browsers say "network error", or "Error in input stream"."""
+    page = tab()
+    page.run(
+        "window.fetch = async () => new Response(new ReadableStream({ start(stream) { stream.enqueue(new TextEncoder().encode("
+        """'data: {"choices": [{"delta": {"content": "half"}}]}\\n\\n')); setTimeout(() => stream.error(new TypeError('network error')), 50); } }))"""
+    )
+    ask(page, "hello")
+    page.until("document.querySelector('.error:not([hidden])')")
+    assert "The connection ended before the answer did." in log(page) and "half" in log(page)
 
 
 def test_json_answers_are_shown_as_json(tab: Callable[..., Tab]) -> None:
@@ -293,6 +331,18 @@ def test_a_server_with_keys_serves_the_page_which_asks_for_the_key(key_page: Tab
     finished(key_page)
     assert "A short answer." in log(key_page)
     assert key_page.run("localStorage.getItem('quire.key')") is None, "only where it was asked for"
+
+
+def test_a_text_that_cannot_be_a_key_is_refused_by_the_page(key_page: Tab) -> None:
+    """A browser does not send it, and would say that the server cannot be reached."""
+    give_key(key_page, "sk-\u2013browser")
+    key_page.until("document.getElementById('key-reason').innerText.includes('cannot be a key')")
+    assert key_page.run("document.getElementById('key-dialog').open")
+    click(key_page, "#cancel-key")
+    key_page.until("!document.getElementById('key-dialog').open")
+    key_page.run("localStorage.setItem('quire.key', '\u2013')")
+    key_page.reload()
+    key_page.until("document.getElementById('key-reason').innerText.includes('needs an API key')")
 
 
 def test_the_key_dialog_can_be_left_and_keeps_a_remembered_key(key_page: Tab) -> None:

@@ -125,6 +125,22 @@ def test_two_tabs_do_not_overwrite_each_other(page: Page) -> None:
     assert page.run("store.list().length") == 2
 
 
+def test_two_tabs_that_are_answered_at_once_keep_both_answers(page: Page) -> None:
+    page.do("""
+    const mine = talk("a", "one");
+    const answer = (conversation, id) => addMessage(conversation, { id, parent: conversation.leaf, role: "assistant", content: "", state: "streaming" });
+    answer(mine, "left"); store.save(mine, "left");
+    const [left, right] = [store, tab()];
+    const theirs = right.load("a");
+    answer(theirs, "right"); theirs.messages.right.content = "be"; right.save(theirs, "right");
+    Object.assign(mine.messages.left, { content: "all of it", state: "done" }); left.save(mine);
+    theirs.messages.right.content = "begun"; right.save(theirs, "right");
+    Object.assign(theirs.messages.right, { content: "begun and ended", state: "done" }); right.save(theirs);
+    """)
+    kept = page.run('Object.values(store.load("a").messages).map(({ id, content, state }) => [id, content, state])')
+    assert kept[1:] == [["left", "all of it", "done"], ["right", "begun and ended", "done"]]
+
+
 def test_a_conversation_deleted_in_another_tab_does_not_come_back(page: Page) -> None:
     page.do('globalThis.it = talk("a", "one"); store.save(it); tab().remove("a"); say(it, "assistant", "late");')
     assert page.run("store.save(it)") is False

@@ -5,7 +5,7 @@ import {
   ConversationStore, MemoryStorage, SETTINGS_FIELDS, addMessage, alternatives, branch, cleanSettings, conversationOfKey,
   defaultsOf, newConversation, nextParent, requestBody, select,
 } from "./conversations.js";
-import { apiKey, byId, element, request } from "./dom.js";
+import { apiKey, byId, element, isKey, request } from "./dom.js";
 import { MarkdownView, hasMath, highlight } from "./markdown.js";
 import { Answer, readAnswer, statsLine } from "./stream.js";
 
@@ -30,6 +30,7 @@ const running = new Map(); // by conversation: { controller, message, conversati
 let current = newConversation(newId(), Date.now(), store.settings);
 let models = []; // as the server lists them
 let views = new Map(); // by message: what shows it
+let leaving = false; // the page is being unloaded: its connections break
 const elsewhere = new Map(); // by conversation: when another tab last stored an answer that is not finished
 
 // ---- showing
@@ -227,7 +228,7 @@ function toEnd() {
 function save(conversation) {
   try {
     if (!branch(conversation).length && !conversation.draft) return true;
-    return store.save(conversation);
+    return store.save(conversation, running.get(conversation.id)?.message.id);
   } catch {
     notice("The browser's storage is full: this conversation is not kept. Export and delete some.");
     return true;
@@ -286,6 +287,7 @@ async function generate({ controller, message, conversation }, body) {
     message.state = "done";
     byId("status").textContent = "Answer finished";
   } catch (error) {
+    if (leaving) return; // a reload: what is stored is shown as interrupted
     message.state = error.name === "AbortError" ? "stopped" : "error";
     if (message.state === "error") message.error = error.message;
     if (error.status === 401) askForKey("This server needs an API key.");
@@ -464,7 +466,12 @@ byId("text").addEventListener("input", () => {
   current.draft = byId("text").value;
   fitText();
 });
-addEventListener("pagehide", () => save(current));
+addEventListener("pagehide", () => {
+  leaving = true;
+  for (const { conversation } of running.values()) save(conversation);
+  save(current);
+});
+addEventListener("pageshow", () => { leaving = false; });
 byId("text").addEventListener("blur", () => { if (current.draft) save(current); });
 function dropped(event, files) {
   const [file] = files;
@@ -499,9 +506,15 @@ byId("reset").addEventListener("click", () => {
   byId("json").checked = false;
 });
 byId("open-key").addEventListener("click", () => askForKey("Only needed where the server was started with keys."));
+byId("cancel-key").addEventListener("click", () => byId("key-dialog").close());
 byId("key-dialog").addEventListener("close", () => {
-  if (byId("key-dialog").returnValue !== "use") return; // Escape: the conversations can be read without a key
-  apiKey.set(byId("key").value.trim(), byId("remember").checked);
+  if (byId("key-dialog").returnValue !== "use") return; // Escape, Cancel: the conversations can be read without a key
+  const key = byId("key").value.trim();
+  if (!isKey(key)) {
+    askForKey("This cannot be a key: it has characters that no key has. Copy it again.");
+    return;
+  }
+  apiKey.set(key, byId("remember").checked);
   greet();
 });
 byId("export").addEventListener("click", () => {

@@ -208,11 +208,15 @@ export class ConversationStore {
     return found;
   }
 
-  /** Write a conversation, with the messages that other tabs have added to it. False: another tab deleted it. */
-  save(conversation) {
+  /** Write a conversation, with what other tabs have added to it: messages, and the growth of all answers but `own`, which
+   * this tab receives. False: another tab deleted it. */
+  save(conversation, own = null) {
     const stored = this.#parse(PREFIX + conversation.id);
     if (stored === null && this.#saved.has(conversation.id)) return false;
-    for (const [id, message] of Object.entries(stored?.messages ?? {})) conversation.messages[id] ??= message;
+    for (const [id, message] of Object.entries(stored?.messages ?? {})) {
+      const known = conversation.messages[id];
+      if (!known || (known.state === "streaming" && id !== own)) conversation.messages[id] = message;
+    }
     if (stored !== null && (stored.renamed ?? 0) > (conversation.renamed ?? 0)) {
       conversation.title = stored.title;
       conversation.renamed = stored.renamed;

@@ -18,11 +18,15 @@ export const byId = (id) => document.getElementById(id);
 
 const KEY = "quire.key";
 
+/** Whether a text can be sent as a key: a browser refuses headers with other characters. */
+export const isKey = (text) => /^[\x21-\x7e]*$/.test(text);
+
 /** The API key: in this tab, or on this device where the user asked for it. Storage may be forbidden. */
 export const apiKey = {
   get() {
     try {
-      return sessionStorage.getItem(KEY) || localStorage.getItem(KEY) || "";
+      const key = sessionStorage.getItem(KEY) || localStorage.getItem(KEY) || "";
+      return isKey(key) ? key : "";
     } catch {
       return this.unstored ?? "";
     }

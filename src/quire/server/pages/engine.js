@@ -80,7 +80,7 @@ function drawTree(view) {
   const hits = tops.reduce((sum, node) => sum + node.hits, 0);
   const part = view.num_nodes > treeNodes.length ? `, the ${treeNodes.length} most used drawn` : "";
   byId("tree-text").textContent = treeNodes.length
-    ? `${view.num_nodes === 1 ? "1 node" : view.num_nodes.toLocaleString("en") + " nodes"}${part}; roots on top, as wide as their blocks; ${hits.toLocaleString("en")} hits, `
+    ? `${view.num_nodes === 1 ? "1 node" : view.num_nodes.toLocaleString("en") + " nodes"}${part}; roots on top, as wide as their blocks; ${hits === 1 ? "1 hit" : hits.toLocaleString("en") + " hits"}, `
       + `${Math.max(...tops.map((node) => node.hits)).toLocaleString("en")} of them below one root.`
     : "Nothing is cached yet.";
 }
@@ -91,7 +91,7 @@ function describeNode(event) {
   const levels = Math.max(4, ...treeNodes.map((node) => node.level + 1));
   const [x, level] = [(event.clientX - box.left) / box.width, Math.floor(((event.clientY - box.top) / box.height) * levels)];
   const node = treeNodes.find((each) => each.level === level && each.x <= x && x < each.x + each.width);
-  byId("tree").title = node ? `${node.blocks} blocks (${node.blocks * latest.block_size} tokens)${node.host ? " on the host" : ""}, ${node.hits} hits` : "";
+  byId("tree").title = node ? `${node.blocks} blocks (${node.blocks * latest.block_size} tokens)${node.host ? " on the host" : ""}, ${node.hits} ${node.hits === 1 ? "hit" : "hits"}` : "";
 }
 
 function drawTimeline(view) {

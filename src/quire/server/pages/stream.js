@@ -97,8 +97,9 @@ export async function readAnswer(response, answer, changed) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const parser = new EventParser();
   let finished = false;
+  const broken = new Error("The connection ended before the answer did.");
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => { throw error.name === "AbortError" ? error : broken; });
     if (done) break;
     for (const data of parser.push(value)) {
       if (data === "[DONE]") finished = true;
@@ -106,5 +107,5 @@ export async function readAnswer(response, answer, changed) {
     }
     changed();
   }
-  if (!finished) throw new Error("The connection ended before the answer did.");
+  if (!finished) throw broken;
 }
