@@ -21,7 +21,7 @@ from quire.engine.model_format import DeclaredTool
 from quire.engine.output_processor import Prompt
 from quire.engine.outputs import EMBEDDING, Delta, EmbeddingOutput, RequestOutput, ScoringOutput
 from quire.engine.request_state import RequestState
-from quire.llm import LLM, Conversation, as_embedding, as_prompts, pair_scores
+from quire.llm import LLM, Conversation, as_embedding, as_prompts, as_texts, pair_scores
 
 T = TypeVar("T")
 _Update = Delta | Exception | None  # None: the request has ended
@@ -121,9 +121,16 @@ class AsyncLLM:
 
     async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringOutput]:
         """How near texts are, as `LLM.score`."""
-        left = [text_1] if isinstance(text_1, str) else list(text_1)
-        right = [text_2] if isinstance(text_2, str) else list(text_2)
+        left, right = as_texts("text_1", text_1), as_texts("text_2", text_2)
         return pair_scores(len(left), len(right), await self.embed([*left, *right]))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text; nothing is awaited."""
+        return self._llm.tokenize(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; nothing is awaited."""
+        return self._llm.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptionsDict]

@@ -371,6 +371,8 @@ _ADAPTERS = "LoRA adapters are not read: merge the adapter into the model and se
 _DRAFTS = "use {speculative}, with ngram, draft:MODEL or eagle:PATH"
 _TOKENIZER = "the tokenizer is that of the model's files; omit it"
 _SHAPE = "the model's shape and positions are those of its files; omit it"
+_KV_PLACE = "the KV cache is where the model runs; omit it"
+_ORDER = "requests are ordered by class, fair share, deadline and arrival; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
@@ -474,6 +476,31 @@ _FOREIGN = {
     "tensor_split": "all layers run on one device, which {device} chooses; omit it",
     "main_gpu": "the variable CUDA_VISIBLE_DEVICES chooses a GPU; omit it",
     "max_tokens": "each request brings its own max_tokens; omit it",
+    "num_gpu_blocks_override": "use {kv_cache_memory}",
+    "kv_cache_memory_bytes": "use {kv_cache_memory}",
+    "rope_theta": _SHAPE,
+    "rope_freq_scale": _SHAPE,
+    "override_kv": _SHAPE,
+    "max_lora_rank": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "lora_base": _ADAPTERS,
+    "no_kv_offload": _KV_PLACE,
+    "offload_kqv": _KV_PLACE,
+    "split_mode": "all layers run on one device, which {device} chooses; omit it",
+    "async_scheduling": "steps are planned ahead by themselves, {run_ahead} says how many; omit it",
+    "scheduling_policy": _ORDER,
+    "schedule_policy": _ORDER,
+    "preemption_mode": "each preemption is chosen by its cost; omit it",
+    "max_logprobs": "requests ask for at most 20 log-probabilities; omit it",
+    "logits_processors": "requests bring logit_bias, bad_words and allowed_token_ids; omit it",
+    "disable_custom_all_reduce": "sums between ranks are chosen by themselves; omit it",
+    "enable_expert_parallel": "mixtures of experts are not read",
+    "log_level": "errors go to stderr, a line per request to stdout in --log-format; omit it",
+    "uvicorn_log_level": "errors go to stderr, a line per request to stdout in --log-format; omit it",
+    "log_verbosity": "errors go to stderr, a line per request to stdout in --log-format; omit it",
+    "verbose": "the steps of a start are always printed; omit it",
+    "uds": "the server listens on TCP, at --host and --port",
+    "workers": "one process answers all clients, --replicas adds engines; omit it",
 }
 # The same in Python, where it differs.
 _OF_SERVE = "it is an option of quire serve; omit it"
@@ -491,6 +518,8 @@ _FOREIGN_IN_PYTHON = {
     "task": _METHODS, "runner": _METHODS, "embedding": _METHODS, "embeddings": _METHODS,
     "repo_id": "the model is the hub id, or org/name:file.gguf",
     "filename": "the model is org/name:file.gguf, or a path",
+    "numa": "the operating system places threads; omit it", "vocab_only": "LLM reads the weights, too; omit it",
+    "low_cpu_mem_usage": "weights are read once; omit it", "use_cache": "the KV cache is always used; omit it",
     "random_seed": "use seed", "verbose": "nothing is printed but progress bars; omit it",
     "disable_log_stats": "nothing is printed but progress bars; omit it",
     "enable_sleep_mode": "close() frees the model's memory; omit it",

@@ -241,14 +241,19 @@ class LLM:
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return self.get_tokenizer().decode(list(token_ids), skip_special_tokens)
+        ids = as_list(token_ids)
+        listed = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
+        tokens = [int(each) if isinstance(each, Integral) else -1 for each in listed]
+        if min(tokens, default=0) < 0:
+            wrong = listed[next(i for i, token in enumerate(tokens) if token < 0)]
+            raise InvalidPrompt(f"detokenize takes a list of token ids, not {shown(wrong)}.", param="token_ids")
+        return self.get_tokenizer().decode(tokens, skip_special_tokens)
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, progress: bool | None = None
     ) -> list[ScoringOutput]:
         """How near texts are, by their embeddings: one text against each of several, or pairs of two equal lists."""
-        left = [text_1] if isinstance(text_1, str) else list(text_1)
-        right = [text_2] if isinstance(text_2, str) else list(text_2)
+        left, right = as_texts("text_1", text_1), as_texts("text_2", text_2)
         return pair_scores(len(left), len(right), self.embed([*left, *right], progress=progress))
 
     def embed(
@@ -424,6 +429,14 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if listed and isinstance(listed[0], Integral):
         return [cast(Sequence[int], listed)]
     return cast(Sequence[Prompt], listed)
+
+
+def as_texts(name: str, given: object) -> list[str]:
+    """One text or many, of the argument `name`, as a list."""
+    texts = [given] if isinstance(given, str) else as_list(given)
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter(f"{name} must be a text or a list of texts, not {shown(given)}.", param=name)
+    return list(texts)
 
 
 def as_embedding(output: RequestOutput) -> EmbeddingOutput:

@@ -101,7 +101,7 @@ def test_a_mistyped_variable_is_told_and_one_of_kubernetes_is_not(
         ("port = [1]", "has a list for port, which takes one value"),
         ("port = 1979-05-27", "a value is a text, a number, true or false"),
         ("port = 'many'", "from --config"),
-        ("port = 1.5", "'1.5' is not a valid integer range, from --config"),
+        ("port = 1.5", "'1.5' is not a whole number, from --config"),
         ("port", "is not TOML"),
         (None, "cannot be read: No such file"),
     ],

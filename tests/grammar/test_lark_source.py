@@ -62,6 +62,13 @@ def test_lark_with_a_schema_inside(compiler: GrammarCompiler) -> None:
     assert not accepts(compiler, GrammarKind.LARK, lark, '<call>{"a": "x"}</call>')
 
 
+def test_a_grammar_in_gbnf_is_told_what_it_is(compiler: GrammarCompiler) -> None:
+    for text in ('root ::= "yes" | "no"', "x ::= [a-z]\n root  ::= x+"):
+        with pytest.raises(InvalidGrammar, match="in GBNF or EBNF"):
+            compiler.compile(Grammar(GrammarKind.LARK, text))
+    compiler.compile(Grammar(GrammarKind.LARK, 'start: "a ::= b"'))  # in a text it may stand
+
+
 def test_a_schema_inside_lark_is_held_to_the_same_rules(compiler: GrammarCompiler) -> None:
     lenient = '{"x-guidance": {"lenient": true}, "not": {}}'
     for text in (f"start: %json {lenient}", f'start: "a" b\nb: %json\n {lenient}'):

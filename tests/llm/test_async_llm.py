@@ -46,6 +46,13 @@ def test_tasks_get_what_the_synchronous_api_gives_in_one_batch(with_llm, llm: LL
     assert with_llm(work) == expected
 
 
+def test_tokens_need_no_await(with_llm) -> None:
+    async def work(engine: AsyncLLM) -> tuple[list[int], str]:
+        return (ids := engine.tokenize("Hello world")), engine.detokenize(ids)
+
+    assert with_llm(work)[1] == "Hello world" and with_llm(work)[0]
+
+
 def test_a_stream_is_the_text_in_pieces(with_llm, llm: LLM) -> None:
     async def work(engine: AsyncLLM) -> tuple[list[str], list[str]]:
         pieces = [delta.text async for delta in engine.stream("once upon", GREEDY)]

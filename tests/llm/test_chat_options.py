@@ -155,6 +155,12 @@ def test_scores_are_cosines_of_embeddings(llm):
 
 def test_tokens_and_back(llm):
     assert llm.detokenize(llm.tokenize("Hello world")) == "Hello world"
+    for wrong in ("text", [1, "2"], [-1], 5.5):
+        with pytest.raises(QuireError, match="detokenize takes a list of token ids, not "):
+            llm.detokenize(wrong)  # type: ignore[arg-type]
+    for pair in ((1, "a"), ("a", ["b", 2]), (None, None)):
+        with pytest.raises(QuireError, match=r"text_[12] must be a text or a list of texts, not "):
+            llm.score(*pair)  # type: ignore[arg-type]
     with pytest.raises(QuireError, match="one text"):
         llm.tokenize(["a"])
 

@@ -61,6 +61,8 @@ _HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf)|:([A-Za-z0-9_-]+)
 _HUB_PAGE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/")  # Ollama has hf.co/org/name
 _QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*))(?=[-._]|$)", re.IGNORECASE)
 _SHARD = re.compile(r"-\d+-of-\d+$")  # a file of several
+# How names of Ollama's library begin, with or without a tag.
+_OLLAMAS = ("llama", "tinyllama", "codellama", "qwen", "gemma", "mistral", "mixtral", "phi", "deepseek", "gpt-oss")
 
 
 def short_name(text: str) -> WheelModel | None:
@@ -94,8 +96,8 @@ def quantizations(file_names: Iterable[str]) -> dict[str, str]:
 def suggest(text: str, others: tuple[str, ...] = ()) -> str:
     """A sentence about an unknown name: the nearest names, and the allowed forms."""
     known = [*(name for model in SHORT_NAMES for name in (model.name, *model.aliases)), *others]
-    near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], known, n=3, cutoff=0.6)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    if not near and "/" not in text and ":" in text:
-        hint = "Names of Ollama's library are not known here. "
+    if not near and "/" not in text and (":" in text or text.lower().startswith(_OLLAMAS)):
+        hint = "Names of Ollama's library are not known here; use a hub id, such as Qwen/Qwen3-0.6B. "
     return f"{hint}A model is {FORMS}."

@@ -13,6 +13,9 @@ from click.core import ParameterSource
 from quire.catalog.names import short_name
 from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
+    PROMPT_OPTIONS,
+    SAMPLING_OPTIONS,
+    SHORT_OPTIONS,
     FiniteRange,
     OutputFile,
     batch_options,
@@ -45,42 +48,45 @@ _VARIABLES = (
 _MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engines and quire bench have the model so
 
 
-# Short options of llama.cpp and SGLang, by their long names.
-_SHORT = {
-    "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
-    "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
-    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-a": "alias",
-    "-md": "model_draft", "-ts": "tensor_split", "-mg": "main_gpu",
-}  # fmt: skip
-# Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
-_SAMPLING = {
-    "temp": "temperature", "n_predict": "max_tokens", "num_predict": "max_tokens", "predict": "max_tokens",
-    "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
+# What click says of a number that is none.
+_NUMBERS = {
+    "a valid integer range": "a whole number", "a valid integer": "a whole number", "a valid float range": "a number",
+    "a valid float": "a number",
 }  # fmt: skip
 
 
 class QuireCommand(click.Command):
-    """A command that explains where the model goes, and what replaces an option of another engine."""
+    """A command that explains where model and prompt go, and what replaces an option of another engine."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)  # click consumes the other list
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
+            message = error.message
+            for theirs, ours in _NUMBERS.items():
+                message = message.replace(f" is not {theirs}", f" is not {ours}")
             param = error.param
             source = None if param is None or param.name is None else ctx.get_parameter_source(param.name)
             if param is None or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
-                raise
+                if message == error.message:
+                    raise
+                raise click.BadParameter(message, error.ctx, param, error.param_hint) from None
             named = f"{param.envvar} in the environment" if source is ParameterSource.ENVIRONMENT else "--config"
-            raise click.BadParameter(f"{error.message.rstrip('.')}, from {named}.", ctx, param) from None
+            raise click.BadParameter(f"{message.rstrip('.')}, from {named}.", ctx, param) from None
         except click.NoSuchOption as error:
             usage = " ".join(self.collect_usage_pieces(ctx)[1:])
             option = _as_written(error.option_name, words)
+            dashed = option.replace("_", "-")
+            if any(dashed in param.opts for param in self.params):
+                ctx.fail(f"There is no {option} here: use {dashed}.")
             hint = self._hint(option)
             if "[MODEL]" in usage and hint is not None:
                 ctx.fail(f"There is no {option} here: {hint}.")
+            if "[URL]" in usage and option == "--url":
+                ctx.fail(f"The address goes without --url: {ctx.command_path} {_value_of(option, words, 'URL')}")
             if "[MODEL]" in usage and error.option_name in _MODEL_OPTIONS:
-                arguments = usage.replace("[MODEL]", _value_of(error.option_name, words))
+                arguments = usage.replace("[MODEL]", _value_of(error.option_name, words, "MODEL"))
                 ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {arguments}")
             raise
 
@@ -101,11 +107,16 @@ class QuireCommand(click.Command):
 
     def _hint(self, option: str) -> str | None:
         """What replaces an option of another engine."""
-        name = _SHORT.get(option, option).lstrip("-").replace("-", "_")
-        if name in _SAMPLING:
-            flag = f"--{_SAMPLING[name].replace('_', '-')}"
+        name = SHORT_OPTIONS.get(option, option).lstrip("-").replace("-", "_")
+        if name in SAMPLING_OPTIONS:
+            flag = f"--{SAMPLING_OPTIONS[name].replace('_', '-')}"
             own = any(flag in parameter.opts for parameter in self.params)
-            return f"use {flag}" if own else f"each request brings its own {_SAMPLING[name]}; omit it"
+            return f"use {flag}" if own else f"each request brings its own {SAMPLING_OPTIONS[name]}; omit it"
+        if any(param.name in ("words", "markdown") for param in self.params):  # run and chat
+            if name == "prompt":
+                return "the prompt is the last word: quire run PROMPT, in quotes"
+            if name in PROMPT_OPTIONS:
+                return PROMPT_OPTIONS[name]
         return foreign_hint(name, as_flags=True)
 
 
@@ -127,16 +138,16 @@ def _as_written(option: str, words: list[str]) -> str:
     """click reads -ngl as -n, -g and -l: the word that the user wrote."""
     if option.startswith("--"):
         return option
-    return next((word for word in words if word.startswith(option) and word.partition("=")[0] in _SHORT), option)
+    return next((word for word in words if word.startswith(option) and word.partition("=")[0] in SHORT_OPTIONS), option)
 
 
-def _value_of(option: str, words: list[str]) -> str:
+def _value_of(option: str, words: list[str], missing: str) -> str:
     for i, word in enumerate(words):
         if word.startswith(f"{option}="):
             return word.removeprefix(f"{option}=")
         if word == option and i + 1 < len(words):
             return words[i + 1]
-    return "MODEL"
+    return missing
 
 
 # Commands of earlier versions, of Ollama, vLLM, SGLang and llama.cpp, and what does the same here.
@@ -154,6 +165,13 @@ _OTHER_COMMANDS = {
     "download": "use quire pull",
     "run-batch": "use quire batch",
     "server": "use quire serve",
+    "plan": "quire bench capacity finds the rate that a machine serves within a latency",
+    "sim": "quire bench serve --simulate runs the scheduler alone",
+    "simulate": "quire bench serve --simulate runs the scheduler alone",
+    "quantize": "--quantization int8 or int4 quantizes at load, on a CPU; GGUF files are read as they are",
+    "convert": "safetensors and GGUF files are read as they are",
+    "embed": "a server answers /v1/embeddings, and LLM.embed returns vectors",
+    "completion": 'eval "$(_QUIRE_COMPLETE=bash_source quire)" completes commands in bash',
     "explain": "the page /engine explains a request, and GET /requests/ID/explain",
 }
 
@@ -210,7 +228,7 @@ def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) ->
 
 
 @click.group(cls=QuireGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+@click.option("-V", "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
               help="Show the version and what it runs on, and exit.")  # fmt: skip
 def app() -> None:
     """An LLM inference and serving engine: paged KV cache, continuous batching, prefix caching.

@@ -537,3 +537,29 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a parent package
         return False
+
+
+# Short options of llama.cpp and SGLang, by their long names.
+SHORT_OPTIONS = {
+    "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
+    "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
+    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-a": "alias",
+    "-md": "model_draft", "-ts": "tensor_split", "-mg": "main_gpu", "-p": "prompt", "-f": "file", "-j": "json_schema",
+    "-cnv": "conversation", "-no-cnv": "no_conversation", "-i": "interactive", "-sys": "system_prompt",
+}  # fmt: skip
+# Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
+SAMPLING_OPTIONS = {
+    "temp": "temperature", "n_predict": "max_tokens", "num_predict": "max_tokens", "predict": "max_tokens",
+    "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
+_SHAPED = "requests of the API bring response_format, and SamplingParams takes json, regex, choice or grammar; omit it"
+_SAMPLERS = "there are --temperature, --top-p, --top-k and --min-p; omit it"
+_PRINTED = "the text is printed as it is generated; omit it"
+# Options of llama.cpp's and Ollama's programs for a prompt or a chat.
+PROMPT_OPTIONS = {
+    "file": "quire run - < FILE reads the prompt from stdin", "conversation": "use quire chat",
+    "interactive": "use quire chat", "system": "use quire chat --system", "system_prompt": "use quire chat --system",
+    "no_conversation": "quire run continues the text, and quire chat answers; omit it", "stream": _PRINTED,
+    "no_stream": _PRINTED, "json": _SHAPED, "json_schema": _SHAPED, "format": _SHAPED, "grammar": _SHAPED,
+    "grammar_file": _SHAPED, "mirostat": _SAMPLERS, "typical": _SAMPLERS, "image": "the model reads text only; omit it",
+}  # fmt: skip

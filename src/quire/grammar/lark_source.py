@@ -21,6 +21,7 @@ _JSON_STYLE = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": 'nrbtf
 # the model. Appended at the end, so that line numbers in errors match the client's text.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 # What makes a Lark grammar deep or its parser's rows long: rules, groups, optional and repeated parts.
 _PARTS = "\n([{?*"
@@ -89,6 +90,8 @@ def _checked_lark(text: str) -> str:
     text = _NO_OPTIONS.sub("", text)
     if text.lstrip().startswith("{"):
         raise InvalidGrammar("The grammar must be a Lark grammar with a rule named start, not a JSON object.")
+    if _GBNF.search(text):
+        raise InvalidGrammar('The grammar is in GBNF or EBNF (::=); write it in Lark\'s syntax: start: "yes" | "no".')
     if "%llguidance" in text:
         raise InvalidGrammar("%llguidance options are set by the server; omit that line.")
     pieces: list[str] = []
