@@ -13,7 +13,7 @@ LONG = "word " * 2000
 CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 1}
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
 FORM = {"type": "json_object"}
-BAD_FORMAT = {"type": "json_schema", "schema": {"type": "object", "propertyNames": {}}}
+BAD_FORMAT = {"type": "json_schema", "schema": {"type": "object", "propertyNames": {"maxLength": 9}}}
 
 
 @pytest.mark.parametrize(

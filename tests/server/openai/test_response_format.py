@@ -156,7 +156,11 @@ def test_a_forced_call_follows_its_schema(client: openai.OpenAI, choice: Any, te
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": as_format({"type": "object", "propertyNames": {}})}, "response_format", "propertyNames"),
+        (
+            {"response_format": as_format({"type": "object", "propertyNames": {"maxLength": 9}})},
+            "response_format",
+            "propertyNames",
+        ),
         ({"response_format": as_format({"type": "string", "format": "color"})}, "response_format", "format"),
         ({"response_format": as_format({"$ref": "http://x/y"})}, "response_format", "outside this schema"),
         ({"response_format": as_format({"enum": []})}, "response_format", "compiled"),
