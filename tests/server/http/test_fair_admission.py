@@ -203,6 +203,23 @@ def test_the_advised_wait_of_a_key_follows_its_own_requests() -> None:
     assert advice_s(admission, slow) == 60.0
 
 
+def test_the_advised_wait_for_a_place_counts_all_that_must_end_before() -> None:
+    """Two rows and two that wait; a second key has taken two places beyond them. One request ends each second."""
+    engine, clock = AsyncEngine(None, Clock()), Clock()
+    engine.attach(json, type("Info", (), {"max_num_seqs": 2}))  # type: ignore[arg-type]  # never used
+    admission = AdmissionControl(engine, lambda: Health.READY, max_waiting=2, max_waiting_tokens=1000, clock=clock)
+    first, second = Client("first", known=True), Client("second", known=True)
+    for _ in range(10):
+        place = admission.admit(first, None)
+        clock.now_s += 1.0
+        place.release()
+    for client in (first, first, first, first, second, second):
+        admission.admit(client, None)
+    with pytest.raises(QueueFull) as refused:
+        admission.admit(first, None)
+    assert refused.value.retry_after_s == 3.0, "places of three requests"
+
+
 def advice_s(admission: AdmissionControl, client: Client) -> float:
     with pytest.raises(Exception, match="requests open, the limit is 1") as refused:
         admission.admit(client, 1)
