@@ -18,7 +18,6 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "cli/build_info.py": "imports no torch: quire --version answers at once",
     "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
     "core/ids.py": "the id types of every layer",
-    "engine/startup.py": "start-up phases, read by the server without torch",
     "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",
     "kernels/cpu/weight_memory.py": "pages of the system; knows no format",
     "kernels/gpu/activation.py": "one kernel",

@@ -82,5 +82,5 @@ def test_the_first_token_needs_no_optional_packages(tmp_path: Path, monkeypatch:
     child = children.run(command, input=json.dumps(asdict(config)), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     names = [phase[0] for phase in json.loads(child.stdout)["phases"]]
-    assert names[:3] == ["python", "torch", "quire"] and names[-1] == "first token"
+    assert names[:4] == ["python", "model", "torch", "quire"] and names[-1] == "first token"
     assert {"weights", "kv cache", "warm-up"} <= set(names)

@@ -1,17 +1,26 @@
 """Startup of an engine process, before its loop."""
 
 import os
+import queue
 import socket
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from quire.cli import serve
 from quire.config import EngineConfig
+from quire.core.errors import ConfigError
 from quire.engine import engine_main as process
-from quire.engine.messages import StartEngine
+from quire.engine.engine_process import launcher
+from quire.engine.messages import LoadProgress, StartEngine
+from quire.engine.startup import IMPORT_FIRST, StartupPhase, spawn_process
 from quire.engine.stats import EngineInfo, MemoryUsage
-from quire.engine.wire import pack
+from quire.engine.wire import ToFront, pack
+from tests import children
+from tests.server.server_process import PATIENCE_S
 
 INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
 
@@ -42,3 +51,55 @@ def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.
     assert order == (["runs"] if grammars is None else ["awake", "runs"])
     assert theirs.recv(1 << 16), "and then it is reported"
     theirs.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads them")
+def test_the_libraries_of_torch_are_loaded_without_its_import() -> None:
+    code = """
+import sys
+from pathlib import Path
+from quire.engine.startup import preload_torch
+preload_torch().join()
+assert "torch" not in sys.modules
+assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
+import torch
+assert torch.ones(3).sum() == 3
+assert preload_torch() is None
+"""
+    child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+
+
+def test_the_first_engine_is_the_process_that_imported_and_later_ones_are_new(default_model_path: Path) -> None:
+    spawned = spawn_process(IMPORT_FIRST)
+    launch = launcher(spawned)
+    messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+    first = launch(messages.put, lambda: messages.put(None))
+    assert first.pid == spawned.process.pid
+    later = launch(lambda message: None, lambda: None)
+    try:
+        assert later.pid != first.pid
+        first.start()
+        first.send(StartEngine(EngineConfig(device="cpu", threads=1, kv_cache_memory=1 << 24), None))
+        while isinstance(output := messages.get(timeout=PATIENCE_S), StartupPhase | LoadProgress):
+            pass
+        assert isinstance(output, EngineInfo) and output.pid == first.pid
+    finally:
+        first.close()
+        later.close()
+    assert messages.get(timeout=PATIENCE_S) is None
+    spawned.end()  # it has ended already
+
+
+@pytest.mark.parametrize("given", [{}, {"script": "script.jsonl"}, {"ray": True}])
+def test_a_server_that_is_refused_leaves_no_process_that_imports(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError), serve._prespawned(given, ()) as spawned:
+        assert (spawned is None) == bool(given)
+        raise ConfigError("The port is used.")
+    assert spawned is None or (spawned.process.returncode is not None and spawned.socket.fileno() == -1)
+
+
+def test_one_core_imports_once_it_is_known_what_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "num_cores", lambda: 1)
+    with serve._prespawned({}, ()) as spawned:
+        assert spawned is None

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from quire.core.process import num_cores
 from quire.engine.build import BuiltEngine
-from quire.engine.machine import cpu_features, num_cores
+from quire.engine.machine import cpu_features
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.version import __version__
 

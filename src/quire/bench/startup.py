@@ -24,6 +24,7 @@ from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.engine.machine import pick_device
+from quire.engine.open_model import OpenedModel
 from quire.engine.startup import StartupPhase, StartupReporter
 from quire.llm import LLM
 
@@ -80,16 +81,22 @@ def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) ->
     )
 
 
-def first_token(since_s: float, reached_s: float, torch_s: float, serving: bool) -> dict[str, object]:
-    """In the measured process: reads settings from stdin, loads the model, makes one token; the time of each phase.
+class ImportTimes(NamedTuple):
+    """When the measured process came how far, by the monotonic clock."""
 
-    `since_s`: start of the process. `reached_s`: its command was called. `torch_s`: torch was imported.
-    """
-    config = EngineConfig(**json.load(sys.stdin))
+    started_s: float
+    reached_s: float  # its command was called
+    opened_s: float  # the model was opened, and torch's libraries being loaded beside that
+    torch_s: float  # torch was imported
+
+
+def first_token(config: EngineConfig, opened: OpenedModel, times: ImportTimes, serving: bool) -> dict[str, object]:
+    """In the measured process: loads the model, makes one token; the time of each phase."""
     phases = [
-        StartupPhase("python", reached_s - since_s, "interpreter and command line"),
-        StartupPhase("torch", torch_s - reached_s, "import"),
-        StartupPhase("quire", time.monotonic() - torch_s, "import"),
+        StartupPhase("python", times.reached_s - times.started_s, "interpreter and command line"),
+        StartupPhase("model", times.opened_s - times.reached_s, "file and tokenizer; torch's libraries meanwhile"),
+        StartupPhase("torch", times.torch_s - times.opened_s, "import"),
+        StartupPhase("quire", time.monotonic() - times.torch_s, "import"),
     ]
     reporter = StartupReporter(finished=phases.append)
     device = pick_device(config.device)
@@ -97,7 +104,7 @@ def first_token(since_s: float, reached_s: float, torch_s: float, serving: bool)
         torch.zeros(1, device=device)
         torch.cuda.synchronize()
         reporter.done("cuda", "context")
-    llm = LLM.over(build(config, reporter, serving=serving))
+    llm = LLM.over(build(config, reporter, serving=serving, opened=opened))
     llm.generate(_PROMPT, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), progress=False)
     reporter.done("first token", f"a prompt of {len(_PROMPT)} tokens")
     return {"first_token_s": time.monotonic(), "phases": phases}

@@ -27,6 +27,7 @@ from quire.cli.options import (
     measured_engine_options,
 )
 from quire.cli.streams import loading_status
+from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -308,14 +309,21 @@ def first_token(since_s: float, batch: bool) -> None:
     """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
     reached_s = time.monotonic()
     from quire.core.process import gc_frozen_imports
+    from quire.engine.open_model import open_model
+    from quire.engine.startup import preload_torch
 
-    with gc_frozen_imports():  # as the engine process does
+    preload_torch()  # as the engine process does
+    config = EngineConfig(**json.load(sys.stdin))
+    opened = open_model(config)
+    opened_s = time.monotonic()
+    with gc_frozen_imports():
         import torch  # noqa: F401  # timed alone: most of the import time
 
         torch_s = time.monotonic()
+        from quire.bench.startup import ImportTimes
         from quire.bench.startup import first_token as work
 
-    print(json.dumps(work(since_s, reached_s, torch_s, serving=not batch)))
+    print(json.dumps(work(config, opened, ImportTimes(since_s, reached_s, opened_s, torch_s), serving=not batch)))
 
 
 def _command(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:

@@ -27,7 +27,9 @@ from quire.cli.options import (
 from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
+from quire.core.process import num_cores
 from quire.engine.open_model import open_model
+from quire.engine.startup import IMPORT_FIRST, SpawnedProcess, spawn_process
 from quire.text.template_worker import check_template
 from quire.version import __version__
 
@@ -77,6 +79,33 @@ MAX_WAITING = 1024
 def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tables: Sequence[ModelTable] = ()) -> None:
     started_s = time.monotonic()
     check_serving()
+    with _prespawned(given, tables) as spawned:
+        _serve(model, host, port, given, tables, started_s, spawned)
+
+
+@contextlib.contextmanager
+def _prespawned(given: Mapping[str, Any], tables: Sequence[ModelTable]) -> Iterator[SpawnedProcess | None]:
+    """A child that imports torch while this process imports the server and opens the model. Not for an engine that
+    needs no torch or runs elsewhere, nor for several models, and not on one core, which has no time for both."""
+    if tables or given.get("script") or given.get("ray") or num_cores() == 1:
+        yield None
+        return
+    spawned = spawn_process(IMPORT_FIRST)
+    try:
+        yield spawned
+    finally:
+        spawned.end()
+
+
+def _serve(
+    model: str | None,
+    host: str,
+    port: int,
+    given: Mapping[str, Any],
+    tables: Sequence[ModelTable],
+    started_s: float,
+    spawned: SpawnedProcess | None,
+) -> None:
     from quire.cli.access_settings import AccessSettings
     from quire.cli.serve_models import check_several, serve_several
     from quire.server.http.logs import LogWriter
@@ -97,7 +126,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any], tab
         if tables:
             serve_several(tables, given, access, listening, report.write, announce)
         else:
-            _serve_one(model, given, access, listening, report.write, announce)
+            _serve_one(model, given, access, listening, report.write, announce, spawned)
         report.write("Stopped.")
 
 
@@ -108,14 +137,17 @@ def _serve_one(
     listening: socket.socket,
     say: Callable[[str], None],
     announce: Callable[[], None],
+    spawned: SpawnedProcess | None,
 ) -> None:
+    from quire.engine.engine_process import launcher
     from quire.server.server import Server, ServerObservers, serve_until_signal
 
     progress = StartupProgress(say)
     say = progress.say
     config = replace(engine_config(model, given), tenant_weights=access.weights)
     say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-    server_config = on_ray(server_config_of(config, given), given)
+    launch = None if spawned is None else launcher(spawned)
+    server_config = on_ray(replace(server_config_of(config, given), launch=launch), given)
     if server_config.limits is not None:
         say(f"  {'replicas':<20}{_describe_limits(server_config.limits)}")
 

@@ -1,4 +1,5 @@
-"""Process lifetime and garbage collection: a child that exits with its parent, and no long collections while serving.
+"""This process: its cores, its lifetime, its garbage collection. A child exits with its parent, and there are no long
+collections while serving.
 
 A full collection of a large heap takes tens of milliseconds, in which no request gets a token or a response. So objects
 that live until the process ends are frozen (`gc.freeze`), and collections are rarer.
@@ -25,6 +26,11 @@ def die_with_parent(parent: int) -> bool:
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quire.config import EngineConfig
 from quire.core.model import ModelSpec
+from quire.core.process import num_cores
 from quire.core.sharding import Shard
 from quire.core.shared_blocks import map_part
 from quire.core.step import Runner
@@ -27,7 +28,7 @@ from quire.dist.process_group import NcclGroup, ProcessGroup, new_rendezvous
 from quire.dist.symmetric_group import SymmetricGroup
 from quire.engine.build_runner import DTYPES, allocate_weights, choose_kernels, make_runner, make_stores
 from quire.engine.first_steps import dry_run, first_steps, start_precompilation
-from quire.engine.machine import check_gpus, gpu_names, inspect, num_cores
+from quire.engine.machine import check_gpus, gpu_names, inspect
 from quire.engine.open_model import find_checkpoint, refuse_stages_on_gpus
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.rank_processes import GpuMemory, RankProcesses, RankStart, read_sizes

@@ -1,7 +1,8 @@
-"""`python -m quire.engine.engine_main FD`: an engine in its own process, connected by an inherited socket.
+"""`python -m quire.engine.engine_main FD PARENT`: an engine in its own process, connected by an inherited socket.
 
-It exits with its parent: PDEATHSIG on Linux, and a closed socket everywhere. Terminal signals (SIGINT, SIGTERM) are
-handled by the parent, which lets the engine finish its work.
+With `--import-first` it imports torch before it knows what to serve. It exits with its parent: PDEATHSIG on Linux,
+and a closed socket everywhere. Terminal signals (SIGINT, SIGTERM) are handled by the parent, which lets the engine
+finish its work.
 """
 
 import logging
@@ -20,8 +21,9 @@ from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import LoadProgress, Refused, StartEngine
+from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole, KvTransport
-from quire.engine.startup import StartupReporter
+from quire.engine.startup import IMPORT_FIRST, StartupReporter, preload_torch
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
 from quire.kv.block_events import BlockEventLog
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from quire.engine.kv_event_publisher import KvEventPublisher
 
 
-def main(descriptor: int, parent: int) -> int:
+def main(descriptor: int, parent: int, import_first: bool = False) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     leave_signals_to_parent()
     if not die_with_parent(parent):
         return 0
     connection = socket.socket(fileno=descriptor)
+    if import_first:
+        _import_torch()
     start = _read_start(connection)
     if start is None:
         return 0
@@ -75,10 +79,25 @@ def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, Engin
 
         return build_scripted(start.config, Path(start.script), reporter, journal, start.role, transport)
     with gc_frozen_imports():
+        preload_torch()
+        opened = open_model(start.config, reporter.fetching)  # while the libraries are loaded
         from quire.engine.build import build
 
-    built = build(start.config, reporter, serving=start.serving, journal=journal, role=start.role, transport=transport)
+    built = build(
+        start.config,
+        reporter,
+        serving=start.serving,
+        opened=opened,
+        journal=journal,
+        role=start.role,
+        transport=transport,
+    )
     return built.engine, built.info
+
+
+def _import_torch() -> None:
+    with gc_frozen_imports():
+        import quire.engine.build  # noqa: F401
 
 
 def _journal(path: Path, reporter: StartupReporter) -> BinaryIO | None:
@@ -140,4 +159,4 @@ def _read_start(connection: socket.socket) -> StartEngine | None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(int(sys.argv[1]), int(sys.argv[2])))
+    raise SystemExit(main(int(sys.argv[1]), int(sys.argv[2]), IMPORT_FIRST in sys.argv))

@@ -8,16 +8,14 @@ passed to `receive` on the reader thread; the last call is `end`. An engine on a
 import contextlib
 import logging
 import mmap
-import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.core.process import signals_held
+from quire.engine.startup import SpawnedProcess, spawn_process
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, ToFront, pack, read_for_front
 
 _READ_BYTES = 1 << 20
@@ -92,21 +90,14 @@ class FrameConnection:
                 return
 
 
-def spawn_engine(connection: socket.socket) -> "subprocess.Popen[bytes]":
-    """An engine that has this socket, and ends with this process."""
-    command = [sys.executable, "-m", "quire.engine.engine_main", str(connection.fileno()), str(os.getpid())]
-    with signals_held():
-        return subprocess.Popen(command, pass_fds=[connection.fileno()], stdin=subprocess.DEVNULL)
-
-
 class EngineProcess:
     """One engine subprocess: an `EngineHandle`."""
 
-    def __init__(self, receive: Callable[[ToFront], None], end: Callable[[], None]) -> None:
+    def __init__(
+        self, receive: Callable[[ToFront], None], end: Callable[[], None], spawned: SpawnedProcess | None = None
+    ) -> None:
         self._end = end
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn_engine(theirs)
+        self._process, self._socket = spawned or spawn_process()
         self._frames = FrameConnection(receive, self.kill)
         self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)
 
@@ -141,3 +132,13 @@ class EngineProcess:
         self._process.wait()
         self._socket.close()
         self._end()
+
+
+def launcher(spawned: SpawnedProcess) -> Callable[[Callable[[ToFront], None], Callable[[], None]], EngineProcess]:
+    """Starts engines: the first one in a process that was spawned before, those after a crash in new ones."""
+    unused = [spawned]
+
+    def launch(receive: Callable[[ToFront], None], end: Callable[[], None]) -> EngineProcess:
+        return EngineProcess(receive, end, unused.pop() if unused else None)
+
+    return launch

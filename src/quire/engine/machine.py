@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from quire.core.errors import ConfigError
+from quire.core.process import num_cores
 from quire.engine.resolved_config import MachineInfo
 from quire.kernels.cpu.native_build import cpu_flags
 from quire.kernels.cpu.native_library import load_native
@@ -52,11 +53,6 @@ def inspect(device: torch.device) -> MachineInfo:
         return MachineInfo("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
     fast_bfloat16 = load_native() is not None or "avx512_bf16" in cpu_features()
     return MachineInfo("cpu", available_bytes(), fast_bfloat16, num_cores())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_bytes() -> int:

@@ -19,8 +19,9 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
 from quire.core.errors import ConfigError, EngineFailed, QuireError
-from quire.engine.engine_process import FrameConnection, spawn_engine
+from quire.engine.engine_process import FrameConnection
 from quire.engine.messages import LoadProgress, Refused
+from quire.engine.startup import spawn_engine
 from quire.engine.wire import Message, ToFront
 from quire.version import __version__
 

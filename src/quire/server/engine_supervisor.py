@@ -77,7 +77,7 @@ class Supervisor:
         journal: str | None = None,
         role: EngineRole = EngineRole.WHOLE,
         transport: KvTransport = KvTransport.MEMORY,
-        launch: EngineLauncher | None = None,  # on another machine; else a process on this one
+        launch: EngineLauncher | None = None,  # on another machine, or prepared before; else a new process
     ) -> None:
         self._start_message = StartEngine(config, script, serving, kv_events, journal, role, transport)
         self._engine = engine

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -44,6 +45,7 @@ from quire.server.http.errors import Stopping
 from quire.server.metrics import Metrics
 from quire.server.prefill_decode import PrefillEngines
 from quire.server.replicas import ReplicaSupervisor, ReplicatedEngine
+from quire.text.template_worker import check_template
 
 EVERY_S = 10.0
 
@@ -116,7 +118,7 @@ class ServerConfig:
     kv_transport: KvTransport = KvTransport.MEMORY  # how they get the KV blocks of these prompts
     kv_events: KvEventsConfig | None = None  # publish what the prefix cache stores and removes
     limits: ReplicaLimits | None = None  # as many engines as the queue needs, within these; instead of `replicas`
-    launch: EngineLauncher | None = None  # starts an engine on another machine
+    launch: EngineLauncher | None = None  # starts an engine: on another machine, or one prepared before
     journal: str | None = None  # where to record the decisions of each engine; each has a file of its own
 
 
@@ -293,8 +295,17 @@ class Server:
         opened = self._config.opened
         worker = CompileWorker(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
         with contextlib.closing(GrammarPrecompiler(worker)) as constrainer:
-            constrainer.warm()  # while the engine loads
+            constrainer.warm()  # while the engine loads, as the next line
+            Thread(target=self._warm_template_worker, name="quire-template", daemon=True).start()
             await self._run_engine(constrainer)
+
+    def _warm_template_worker(self) -> None:
+        """Start it with the template. If that fails, the report at ready or the first chat says why."""
+        tokenizer = self._config.opened.tokenizer
+        template = self._config.chat_template or (None if tokenizer is None else tokenizer.chat_template)
+        if template is not None:
+            with contextlib.suppress(QuireError):
+                check_template(template)
 
     async def _run_engine(self, constrainer: GrammarPrecompiler) -> None:
         config = self._config
