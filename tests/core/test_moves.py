@@ -26,6 +26,7 @@ def inside(source: int, target: int) -> Move:
 
 @given(MOVES)
 @example([inside(1, 2), inside(3, 1)])  # what the first reads, the second writes
+@example([inside(1, 2), inside(2, 3)])  # and the reverse
 def test_a_run_may_be_carried_all_at_once_or_backwards(moves: list[Move]) -> None:
     slowly = {Place(tier, BlockId(block)): f"{tier}{block}" for tier in Tier for block in range(1, 4)}
     at_once, backwards = dict(slowly), dict(slowly)

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,17 @@ def test_neighbours_of_a_run_after_adds_and_removes(turns: list[bytes], runs: li
         for run in [*runs, key]:
             at = bisect_left(model, run)
             assert keys.around(run) == model[max(at - 1, 0) : at + 1]
+
+
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_neighbours_at_the_ends_of_pieces(most: int) -> None:
+    keys, model = SortedKeys(most), [bytes((number,)) for number in range(1, 40, 2)]
+    for key in model:
+        keys.add(key)
+    assert len(keys._pieces) > 4
+    for number in range(41):
+        at = bisect_left(model, bytes((number,)))
+        assert keys.around(bytes((number,))) == model[max(at - 1, 0) : at + 1]
 
 
 def test_a_piece_never_exceeds_its_limit() -> None:

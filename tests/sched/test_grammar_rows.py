@@ -252,6 +252,18 @@ def test_forced_tokens_are_emitted_in_one_step(depth, num_accepted):
     assert bench.scheduler.last_absorbed + 1 == 21 - num_accepted + depth, "and one in flight when it ended"
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_each_row_is_masked_behind_its_own_drafts(depth):
+    bench = GrammarBench(depth, 60, forcing=right_drafts, speculation=JUMPING)
+    for number, prompt in enumerate([[5, 6], [7, 1, 2], [9]]):
+        bench.add(number, prompt, 18 + number, masked=True)
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index), sequence
+    counters = bench.scheduler.counters
+    assert counters.drafted_tokens == counters.accepted_tokens > 30
+
+
 def test_what_was_forced_is_forgotten_when_nothing_is():
     """Three wrong tokens of six are drafted once: then the grammar forces nothing."""
     bench = GrammarBench(

@@ -1,5 +1,7 @@
 """The rows of a pipeline are divided among its steps: even shares, each row in turn, none in two steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from quire.core.ids import Row
 from quire.sched.pipelining import MicroBatches
 from quire.sched.plan_builder import PlanBuilder
+from tests.sched.stepping import OPTIMISTIC, Bench, counting
 
 
 def take(batches: MicroBatches, decoding: list[int], step: int, last_absorbed: int) -> list[int]:
@@ -39,3 +42,16 @@ def test_a_row_whose_token_is_not_known_waits_for_it() -> None:
     assert take(batches, [0], 1, -1) == []
     assert take(batches, [0, 1], 1, -1) == [1]
     assert take(batches, [0, 1], 2, 0) == [0]
+
+
+def test_rows_that_skip_a_step_leave_their_tokens_to_prompts() -> None:
+    """Six rows in two stages: steps of three, so that steps of 8 tokens have room for 5 of a prompt."""
+    bench = Bench(budget=8, depth=1, policy=replace(OPTIMISTIC, num_stages=2))
+    for number in range(6):
+        bench.add(counting(number, 2), 40)
+    bench.turns(12)
+    prompt = bench.add(counting(7, 13), 1)
+    bench.turns(4)
+    assert [plan.num_decoding for plan in bench.plans[-4:]] == [3] * 4
+    assert [(chunk.start, chunk.length) for chunk in bench.chunks_of(prompt)] == [(0, 5), (5, 5), (10, 3)]
+    bench.run()
