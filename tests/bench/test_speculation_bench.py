@@ -91,6 +91,20 @@ def test_the_command_plots_planted_drafts(quire: Shell, steps_of_a_gpu: None, tm
     assert file.read_text().count("<polyline") == 4 and "100%, governor" in file.read_text()
 
 
+@pytest.mark.parametrize("sampling", ["penalties", "logprobs"])
+def test_planted_drafts_of_requests_that_ask_for_more(quire: Shell, steps_of_a_gpu: None, sampling: str) -> None:
+    line = f"bench speculation --model tiny --load-format dummy --planted 1 --sampling {sampling} --device cpu --json"
+    result = quire(*line.split(), "--requests", "2", "--tokens", "8", "--input", "40", "--repeats", "1")
+    assert result.status == 0, result.err
+    figure = json.loads(result.out)
+    assert figure["sampling"] == sampling and figure["chance"] == 1.0 and len(figure["governed_s"]) == 1
+
+
+def test_sampling_is_for_planted_drafts(quire: Shell) -> None:
+    result = quire("bench", "speculation", "--sampling", "logprobs")
+    assert result.status == 2 and "--sampling logprobs is for planted drafts: give --planted" in result.err
+
+
 @pytest.mark.usefixtures("steps_of_a_gpu")
 def test_planted_drafts_are_accepted_as_often_as_was_said(tmp_path: Path) -> None:
     folder, runners = write_model(tmp_path, tiny_llama()), list[Runner]()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.bench.scheduler import Curve, Point, svg
 from quire.core.sampling import SamplingParams
@@ -132,6 +132,14 @@ def measure_speculation(
             )
 
 
+# What further parameters a request with planted drafts has.
+_SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": {7: -4.0, 11: 2.0}},
+    "logprobs": {"logprobs": 5},
+}
+
+
 class PlantedFigure(NamedTuple):
     """Planted drafts with one number of requests. Seconds: of a request, from its first token to its last, the mean of
     all requests, of each repeat."""
@@ -178,12 +186,13 @@ def measure_planted(
     num_input: int,
     num_output: int,
     num_drafts: int,
+    sampling: str = "greedy",
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[PlantedFigure]:
     """Figures of every acceptance and number of requests: without drafts, with the governor, and always with as many
     as allowed, in turns. The first turn of each warms up: the others find their prompts in the prefix cache. The text
     says nothing of planted acceptance, so the governor learns from drafts alone."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True, **_SAMPLINGS[sampling])
     scheduler = llm.built.engine.scheduler
     usual = replace(scheduler.policy.speculation, hindsight=False)
     policies = [

@@ -38,6 +38,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
 _DTYPES = ("bfloat16", "float16")
+_SAMPLINGS = ("greedy", "penalties", "logprobs")  # of planted drafts
 _FORMS = ("", "quantization=int8", "quantization=int4", "quantization=none,dtype=bfloat16", "kv_cache_dtype=int8")
 _TASKS = ("quote", "repeat", "chat", "json")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
@@ -271,6 +272,8 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
               help="With --planted: of a request in a step, at most.")  # fmt: skip
 @click.option("--input", "num_input", type=click.IntRange(1), default=512, show_default=True,
               help="With --planted: tokens of each prompt.")  # fmt: skip
+@click.option("--sampling", type=click.Choice(_SAMPLINGS), default="greedy", show_default=True,
+              help="With --planted: penalties and bias, or log-probabilities, of every request.")  # fmt: skip
 @click.option("--plot", type=OutputFile(), metavar="FILE",
               help="With --planted: write the gain by number of requests as SVG.")  # fmt: skip
 @click.option("--load-format", type=click.Choice(("auto", "dummy")), default="auto", show_default=True,
@@ -283,6 +286,11 @@ def speculation(
     sizes: tuple[int, ...], num_input: int, num_output: int, **given: object,
 ) -> None:  # fmt: skip
     """Speed of the engine with speculative decoding over that without, on real text, in turns."""
+    if given["sampling"] != "greedy" and not chances:
+        raise ConfigError(
+            f"--sampling {given['sampling']} is for planted drafts: give --planted, as in --planted 0.8,0.",
+            param="sampling",
+        )
     if given["plot"] is not None and not chances:
         raise ConfigError(
             "--plot draws the gain of planted drafts: give --planted, as in --planted 0.8,0.", param="plot"

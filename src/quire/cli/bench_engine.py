@@ -400,13 +400,15 @@ def planted_speculation(model: NamedModel, given: Mapping[str, object]) -> None:
         num_input=int(str(given["num_input"])),
         num_output=int(str(given["num_output"])),
         num_drafts=int(str(given["num_drafts"])),
+        sampling=str(given["sampling"]),
         say=lambda line: err.print(line, style="dim"),
     )
     measured: list[PlantedFigure] = []
     for each in figures:
         measured.append(each)
         if given["as_json"]:
-            facts = {"governed": each.governed, "fixed": each.fixed, "model": built.name, "settings": settings(built)}
+            facts = {"governed": each.governed, "fixed": each.fixed, "sampling": given["sampling"], "model": built.name,
+                     "settings": settings(built)}  # fmt: skip
             device = built.machine.device
             print(json.dumps({**each._asdict(), **facts, **environment(sys.argv[1:], device)}), flush=True)
         plain_ms = 1000 * statistics.median(each.plain_s) / (each.num_tokens - 1)
