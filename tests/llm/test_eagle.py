@@ -83,6 +83,17 @@ def test_drafts_are_those_of_the_reference(
     assert [reference.drafts(text, len(drafts)) for text, drafts in tested] == [drafts for _, drafts in tested]
 
 
+def test_a_head_has_the_states_of_every_token_that_the_model_computed(tiny_folder: Path, head: Path) -> None:
+    """Of repeated steps, too: the tokens of one answer are found in the cache by the next prompt, and not computed."""
+    built = LLM(str(tiny_folder), speculative=f"eagle:{head}", **SETTINGS)._built
+    llm, runner = LLM.over(built), built.engine._loop._runner
+    (alone,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    runner._features._write()
+    store = runner._features.stores.device[1:, 0]  # without the null block
+    num_known = int(store.flatten(-1).any(-1).any(1).sum())
+    assert num_known == len(alone.prompt_token_ids) + 39 and runner._greedy_step is not None
+
+
 def test_outputs_with_a_head_are_the_same(tiny_folder: Path, head: Path) -> None:
     plain = LLM(str(tiny_folder), **SETTINGS, block_size=4)
     drafting = always(LLM(str(tiny_folder), **SETTINGS, block_size=4, speculative=f"ngram+eagle:{head}"))

@@ -4,17 +4,22 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
+from quire.core.ids import IndexArray
 from quire.core.speculative import DRAFTERS
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
+from quire.runner import draft_model
+from quire.sched.speculation import DraftGovernor
 from tests.llm.drafting import always, on_device
 from tests.llm.tiny import byte_ids, tiny_llama, write_model
 from tests.tiers import choices, long_only
@@ -260,6 +265,32 @@ def test_a_model_that_drafts_for_itself_is_always_right(tiny_folder: Path) -> No
     counters = drafting._built.engine.scheduler.counters
     assert counters.preemptions > 0 and counters.moved_blocks > 0
     assert counters.drafted_tokens == counters.accepted_tokens > 200
+
+
+def test_no_draft_is_of_a_block_that_was_granted_in_a_repeated_step(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is the model. What it knew of a request that is gone lies in blocks that the next one is granted
+    while it decodes without drafts, in steps that repeat the step before. Then it catches up, a block in a step."""
+    settings = {"dtype": "float32", "block_size": 4, "enable_prefix_caching": False, "max_num_seqs": 1}
+    settings |= {"max_model_len": 72, "kv_cache_memory": 18 * 2 * 4 * 2 * 2 * 2 * 16 * 4}  # blocks for one request
+    llm = always(LLM(str(tiny_folder), speculative=f"draft:{tiny_folder}", **settings))
+    choose, is_drafting = DraftGovernor.choose, True
+
+    def chosen(self: DraftGovernor, step: int, rows: IndexArray, *limits: Any) -> Any:
+        return choose(self, step, rows, *limits) if is_drafting else np.zeros(len(rows), np.int64)
+
+    monkeypatch.setattr(DraftGovernor, "choose", chosen)
+    monkeypatch.setattr(draft_model, "MAX_CATCH_UP", 4)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    for start in range(16, 20):
+        is_drafting = True
+        llm.generate("ponmlkjiabcdefgh", params)
+        is_drafting = False
+        for number, _ in enumerate(llm.stream("stuvwxyz", params)):
+            is_drafting = number > start
+        counters = llm._built.engine.scheduler.counters
+        assert counters.drafted_tokens == counters.accepted_tokens > 20
 
 
 def test_text_and_tree_draft_before_the_draft_model(tiny_folder: Path, draft_folder: Path) -> None:

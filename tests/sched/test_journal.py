@@ -67,6 +67,13 @@ def test_replay_reproduces_every_plan_of_random_scenarios(tmp_path: Path) -> Non
     assert set(happened) == set(ScenarioEvent), "not everything happened"
 
 
+def test_what_grammars_force_is_replayed(tmp_path: Path) -> None:
+    """A world whose plans depend on it, as a journal without these records shows."""
+    trial = record(tmp_path / "journal", 73)
+    assert trial.scheduler.counters.drafted_tokens > 0
+    assert_same(replay(tmp_path / "journal"), trial)
+
+
 def test_beams_forks_host_tier_and_lost_steps_in_one_scenario(tmp_path: Path) -> None:
     scenario = draw_scenario(random.Random(0))
     scenario = replace(

@@ -94,6 +94,25 @@ def test_the_reserve_is_half_of_the_limit() -> None:
     assert shares.total == 15 and [shares.held(each) for each in others] == [1] * 5 + [0] * 4
 
 
+def test_a_known_client_gets_its_first_place_beyond_the_reserve() -> None:
+    shares = FairShares()
+    for number in range(15):
+        shares.take(Client(f"10.0.0.{number}"))
+    assert shares.has_room(Client("key", known=True), 10)
+    assert not shares.has_room(Client("10.0.1.1"), 10)
+
+
+def test_those_who_leave_take_their_weight_along() -> None:
+    shares, heavy = FairShares(), Client("heavy", 6.0)
+    shares.take(heavy)
+    first, second = Client("first"), Client("second")
+    shares.take(first, 8)
+    shares.release(heavy)
+    while shares.has_room(second, 8):
+        shares.take(second)
+    assert shares.held(second) == 4
+
+
 def test_a_weight_is_a_share_of_the_limit() -> None:
     shares, heavy, light = FairShares(), Client("heavy", 3.0, known=True), Client("light", known=True)
     for client in (heavy, light):  # both ask for all they can get, and the first that came drains
