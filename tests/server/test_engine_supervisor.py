@@ -1,6 +1,7 @@
 """The supervisor with a fake clock and fake engines: silent starts, restarts, back-off."""
 
 import asyncio
+import contextlib
 import gc
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
@@ -341,6 +342,26 @@ def test_an_engine_is_not_killed_because_its_front_stood_still(monkeypatch: pyte
         assert supervised.engines[0].num_kills == 0 and supervised.supervisor.health is Health.READY
         await supervised.supervisor.stop()
         await watching
+
+    run(body())
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_engine_that_is_stopped_while_it_loads_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        starting = asyncio.create_task(supervised.supervisor.first_start())
+        engine = await supervised.started(0)
+        if is_ready:
+            engine.deliver(INFO)
+            await starting
+        await supervised.supervisor.stop()
+        assert engine.num_kills == (0 if is_ready else 1)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineFailed):
+            await starting
 
     run(body())
 

@@ -184,6 +184,8 @@ class Supervisor:
         self._stopping = True
         process, self._process = self._process, None
         if process is not None:
+            if not self._ready.is_set():
+                process.kill()  # while it loads it reads nothing, and has nothing to finish
             await asyncio.to_thread(process.close)
         self._engine.detach()
 
