@@ -146,7 +146,9 @@ class Tab:
         self._call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[
+            key
+        ]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)

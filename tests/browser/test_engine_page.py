@@ -49,6 +49,47 @@ def test_blocks_rows_and_steps_are_drawn_while_a_request_runs(browser: Chromium,
     assert page.complaints() == []
 
 
+def test_it_is_used_by_keyboard_alone(browser: Chromium, server: LocalServer) -> None:
+    page = browser.tab(server.url + "/engine")
+    focused = "document.activeElement.id || document.activeElement.innerText"
+
+    def tab_to(what: str) -> None:
+        for _ in range(30):
+            page.press("Tab")
+            if page.run(focused) == what:
+                return
+        raise AssertionError(f"Tab never reaches {what}, but ends at {page.run(focused)}")
+
+    with server.client() as client:
+        for text in ("one and the same beginning of prompts, and one", "another one that is longer than a block of 16"):
+            client.post("/v1/completions", json={"prompt": text * 3, "max_tokens": 4}).raise_for_status()
+    page.until("document.getElementById('tree-text').innerText.includes('nodes')")
+    tab_to("tree")
+    page.press("ArrowRight")
+    page.until("document.getElementById('node-text').innerText.startsWith('Level 1: ')")
+    first = page.run("document.getElementById('node-text').innerText")
+    page.press("ArrowRight")
+    page.press("ArrowDown")
+    page.press("ArrowLeft")
+    page.press("ArrowUp")
+    assert page.run("document.getElementById('node-text').innerText").startswith("Level ")
+    assert "tokens" in first and "hit" in first
+    stream = '{"prompt": "endless", "max_tokens": 4000, "stream": true}'
+    headers = '{"content-type": "application/json"}'
+    page.run(f"fetch('v1/completions', {{method: 'POST', headers: {headers}, body: JSON.stringify({stream})}}), 0")
+    page.until("document.querySelectorAll('#rows button').length === 1")
+    tab_to(page.run("document.querySelector('#rows button').innerText"))
+    page.press("Enter")
+    page.until("document.getElementById('story').open")
+    page.press("Escape")
+    page.until("!document.getElementById('story').open")
+    assert page.run("Boolean(document.activeElement.closest('#rows'))"), "the focus is where it was"
+    tab_to("pause")
+    page.press("Enter")
+    assert page.run("document.getElementById('pause').innerText") == "Continue"
+    assert page.complaints() == []
+
+
 def test_it_fits_a_phone(browser: Chromium, server: LocalServer) -> None:
     page = browser.tab(server.url + "/engine", width=390, height=844, dark=True)
     page.until("document.querySelectorAll('#figures dd').length >= 6")

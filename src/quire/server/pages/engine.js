@@ -55,6 +55,7 @@ function drawMap(view) {
 }
 
 let treeNodes = []; // as drawn
+let chosen = null; // the place of the node that is described: its level, and a point within its width
 
 function drawTree(view) {
   const { context, width, height } = surface("tree");
@@ -76,6 +77,13 @@ function drawTree(view) {
       context.strokeRect(box[0] + 0.5, box[1] + 0.5, Math.max(box[2] - 1, 0), Math.max(box[3] - 1, 0));
     }
   }
+  const node = nodeAt(chosen);
+  if (node) {
+    context.strokeStyle = colour("text");
+    context.lineWidth = 2;
+    context.strokeRect(node.x * width + 1, (node.level * height) / levels + 1, Math.max(node.width * width - 3, 1), height / levels - 3);
+    byId("node-text").textContent = describeNode(node);
+  }
   const tops = treeNodes.filter((node) => node.parent < 0);
   const hits = tops.reduce((sum, node) => sum + node.hits, 0);
   const part = view.num_nodes > treeNodes.length ? `, the ${treeNodes.length} most used drawn` : "";
@@ -85,13 +93,39 @@ function drawTree(view) {
     : "Nothing is cached yet.";
 }
 
-/** The node below the pointer, in words. */
-function describeNode(event) {
+const nodeAt = (place) => place && treeNodes.find((node) => node.level === place.level && node.x <= place.x && place.x < node.x + node.width);
+
+function describeNode(node) {
+  const counted = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
+  return `Level ${node.level + 1}: ${counted(node.blocks, "block")} (${counted(node.blocks * latest.block_size, "token")})${node.host ? " on the host" : ""}, ${counted(node.hits, "hit")}.`;
+}
+
+function choosePlace(place) {
+  if (!nodeAt(place)) return;
+  chosen = place;
+  drawTree(latest);
+}
+
+function choosePointed(event) {
   const box = byId("tree").getBoundingClientRect();
   const levels = Math.max(4, ...treeNodes.map((node) => node.level + 1));
-  const [x, level] = [(event.clientX - box.left) / box.width, Math.floor(((event.clientY - box.top) / box.height) * levels)];
-  const node = treeNodes.find((each) => each.level === level && each.x <= x && x < each.x + each.width);
-  byId("tree").title = node ? `${node.blocks} blocks (${node.blocks * latest.block_size} tokens)${node.host ? " on the host" : ""}, ${node.hits} ${node.hits === 1 ? "hit" : "hits"}` : "";
+  choosePlace({ level: Math.floor(((event.clientY - box.top) / box.height) * levels), x: (event.clientX - box.left) / box.width });
+}
+
+/** The nodes beside, above and below the chosen one. */
+function chooseByKey(event) {
+  const node = nodeAt(chosen);
+  const beside = (level) => treeNodes.filter((each) => each.level === level).sort((a, b) => a.x - b.x);
+  const next = {
+    ArrowRight: () => beside(node.level).find((each) => each.x > node.x),
+    ArrowLeft: () => beside(node.level).findLast((each) => each.x < node.x),
+    ArrowUp: () => nodeAt({ level: node.level - 1, x: node.x }),
+    ArrowDown: () => beside(node.level + 1).find((each) => each.x >= node.x && each.x < node.x + node.width),
+  }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  const found = node ? next() : beside(0)[0];
+  if (found) choosePlace({ level: found.level, x: found.x + found.width / 2 });
 }
 
 function drawTimeline(view) {
@@ -260,7 +294,8 @@ byId("pause").addEventListener("click", () => {
   byId("pause").textContent = paused ? "Continue" : "Pause";
   byId("pause").setAttribute("aria-pressed", String(paused));
 });
-byId("tree").addEventListener("pointermove", describeNode);
+byId("tree").addEventListener("pointermove", choosePointed);
+byId("tree").addEventListener("keydown", chooseByKey);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   apiKey.set(byId("key").value.trim(), false);
