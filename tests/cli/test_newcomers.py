@@ -1,13 +1,16 @@
 """What a first user meets: missing extras, interrupted batches, a question to a model of chats, the version."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from quire.cli import chat, options
+from quire.cli.bench import COMMANDS
 from quire.cli.console import StartupProgress
+from quire.cli.other_engines import OTHER_BENCH_OPTIONS
 from quire.cli.printed_reply import PrintedReply, ReplyEnd
 from quire.server.batch import runner
 from quire.version import __version__
@@ -98,3 +101,19 @@ def test_the_version_has_what_a_report_needs(quire: Shell) -> None:
     result = quire("--version")
     assert result.status == 0 and result.out.splitlines()[0] == f"quire {__version__}"
     assert "torch 2" in result.out and "CPU kernels" in result.out and sys.version.split()[0] in result.out
+
+
+@pytest.mark.parametrize("option", OTHER_BENCH_OPTIONS)
+def test_options_of_other_benchmarks_are_explained(quire: Shell, option: str) -> None:
+    """By what exists: every option that a hint names is one of a benchmark."""
+    result = quire("bench", "overhead" if option in ("-p", "-n", "-r") else "serve", option, "1")
+    assert result.status == 2 and f"There is no {option} here: {OTHER_BENCH_OPTIONS[option]}." in result.err
+    known = {name for command in COMMANDS for param in command.params for name in param.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", OTHER_BENCH_OPTIONS[option])) <= known
+
+
+def test_benchmarks_of_other_engines_are_explained(quire: Shell) -> None:
+    result = quire("bench", "one_batch")
+    assert result.status == 2 and "There is no command 'one_batch': use quire bench latency." in result.err
+    assert "'serving': use quire bench serve." in quire("bench", "serving").err
+    assert "There is no command 'generate': use quire run" in quire("generate").err

@@ -34,6 +34,7 @@ from quire.cli.options import (
     sampling_options,
     serving_options,
 )
+from quire.cli.other_engines import OTHER_BENCH_COMMANDS, OTHER_BENCH_OPTIONS, OTHER_COMMANDS
 from quire.cli.streams import INTERRUPTED, flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
 from quire.core.errors import ConfigError, QuireError
@@ -150,32 +151,6 @@ def _value_of(option: str, words: list[str], missing: str) -> str:
     return missing
 
 
-# Commands of earlier versions, of Ollama, vLLM, SGLang and llama.cpp, and what does the same here.
-_OTHER_COMMANDS = {
-    "models": "quire list lists models, quire pull fetches one",
-    "help": "use quire --help, or quire COMMAND --help",
-    "version": "use quire --version",
-    "ps": "quire top shows what a server does",
-    "stop": "a server ends with Ctrl-C or SIGTERM; quire rm deletes a model",
-    "create": "quire serve takes a folder, a .gguf file or a hub id as it is",
-    "cp": "quire serve --served-model-name NAME gives a model another name",
-    "generate": 'use quire run "PROMPT"',
-    "complete": 'use quire run "PROMPT"',
-    "cli": "use quire chat",
-    "download": "use quire pull",
-    "run-batch": "use quire batch",
-    "server": "use quire serve",
-    "plan": "quire bench capacity finds the rate that a machine serves within a latency",
-    "sim": "quire bench serve --simulate runs the scheduler alone",
-    "simulate": "quire bench serve --simulate runs the scheduler alone",
-    "quantize": "--quantization int8 or int4 quantizes at load, on a CPU; GGUF files are read as they are",
-    "convert": "safetensors and GGUF files are read as they are",
-    "embed": "a server answers /v1/embeddings, and LLM.embed returns vectors",
-    "completion": 'eval "$(_QUIRE_COMPLETE=bash_source quire)" completes commands in bash',
-    "explain": "the page /engine explains a request, and GET /requests/ID/explain",
-}
-
-
 class QuireGroup(click.Group):
     """A group that suggests the nearest name for a mistyped subcommand."""
 
@@ -185,8 +160,9 @@ class QuireGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            if args[0] in _OTHER_COMMANDS and ctx.parent is None:
-                ctx.fail(f"There is no command {args[0]!r}: {_OTHER_COMMANDS[args[0]]}.")
+            others = OTHER_COMMANDS if ctx.parent is None else OTHER_BENCH_COMMANDS
+            if args[0] in others:
+                ctx.fail(f"There is no command {args[0]!r}: {others[args[0]]}.")
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
             shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
             hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(shown)}."
@@ -211,6 +187,14 @@ class BenchGroup(QuireGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         self._load()
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if (hint := OTHER_BENCH_OPTIONS.get(error.option_name.replace("_", "-"))) and error.ctx is not None:
+                error.ctx.fail(f"There is no {error.option_name} here: {hint}.")
+            raise
 
     def _load(self) -> None:
         from quire.cli.bench import COMMANDS
