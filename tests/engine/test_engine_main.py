@@ -14,6 +14,7 @@ from quire.cli import serve
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine import engine_main as process
+from quire.engine import engine_server
 from quire.engine.engine_process import launcher
 from quire.engine.messages import LoadProgress, StartEngine
 from quire.engine.startup import IMPORT_FIRST, StartupPhase, spawn_process
@@ -25,31 +26,26 @@ from tests.server.server_process import PATIENCE_S
 INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
 
 
-@pytest.mark.parametrize("grammars", [SimpleNamespace(), None])
-def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.MonkeyPatch, grammars: object) -> None:
-    """Reading it blocks all threads."""
+def test_readiness_is_reported_before_the_loop_runs_and_without_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop reads it when there is nothing else to do."""
     ours, theirs = socket.socketpair()
-    order: list[str] = []
+    engine = SimpleNamespace(grammars=SimpleNamespace())  # without `load_vocabulary`
+    received: list[bytes] = []
 
-    def load_vocabulary(woken: object) -> None:
-        assert woken is grammars
-        theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            theirs.recv(1)
-        order.append("awake")
+    def serve(served: object, *_: object) -> SimpleNamespace:
+        assert served is engine
+        return SimpleNamespace(run=lambda: received.append(theirs.recv(1 << 16)))
 
     monkeypatch.setattr(process, "leave_signals_to_parent", lambda: None)
     monkeypatch.setattr(
         process, "die_with_parent", lambda parent: threading.current_thread() is threading.main_thread()
     )
-    monkeypatch.setattr(process, "_build", lambda order, watch: (SimpleNamespace(grammars=grammars), INFO))
+    monkeypatch.setattr(process, "_build", lambda order, watch: (engine, INFO))
     monkeypatch.setattr(process, "freeze_heap", lambda: None)
-    monkeypatch.setattr(process, "load_vocabulary", load_vocabulary)
-    monkeypatch.setattr(process, "EngineServer", lambda *_: SimpleNamespace(run=lambda: order.append("runs")))
+    monkeypatch.setattr(engine_server, "EngineServer", serve)
     theirs.sendall(pack(StartEngine(EngineConfig(), None)))
     assert process.main(ours.detach(), os.getppid()) == 0
-    assert order == (["runs"] if grammars is None else ["awake", "runs"])
-    assert theirs.recv(1 << 16), "and then it is reported"
+    assert received == [pack(INFO)]
     theirs.close()
 
 
@@ -68,6 +64,26 @@ assert preload_torch() is None
 """
     child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads them")
+def test_no_library_is_loaded_beside_those_of_torch() -> None:
+    """It would wait for them, and all threads with it."""
+    code = """
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+def extensions():
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    return {name for name, file in files.items() if file.endswith(tuple(EXTENSION_SUFFIXES))}
+from quire.engine.startup import preload_torch
+preload_torch().join()
+before = extensions()
+import quire.engine.engine_server, quire.engine.open_model, quire.formats.open_checkpoint
+assert "torch" not in sys.modules
+print(sorted(extensions() - before))
+"""
+    child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert child.stdout == "[]\n", child.stdout + child.stderr
 
 
 def test_the_first_engine_is_the_process_that_imported_and_later_ones_are_new(default_model_path: Path) -> None:

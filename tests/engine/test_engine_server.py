@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from quire.config import EngineConfig
-from quire.core.errors import InvalidGrammar
+from quire.core.errors import InvalidGrammar, UnsupportedModel
 from quire.core.sampling import Grammar, GrammarKind, SamplingParams
 from quire.core.step import FinishReason, StepPlan
 from quire.core.step_output import StepOutput
@@ -35,7 +35,7 @@ from quire.engine.prefix_transfer import ImportDone, PrefixImports
 from quire.engine.request_validator import RequestValidator
 from quire.engine.stats import EngineStats
 from quire.engine.wire import FrameDecoder, Message, ToFront, pack, read_for_front
-from quire.grammar.compiler import CompiledGrammar
+from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
 from quire.kv.manager import KVManager
 from quire.sched.cost_model import Constants, CostTable
 from quire.sched.loop import Progress
@@ -298,3 +298,53 @@ def test_clients_take_turns_with_their_grammars_and_those_of_aborted_requests_ar
         refused = [wire.next(Refused).number for _ in range(11)]
     assert refused == [40, 50, *range(41, 50)]
     assert grammars.begun == ["hostile 0", *(f"{'other' if each == 50 else 'hostile'} {each}" for each in refused)]
+
+
+class CountedVocabulary(HeldGrammars):
+    """Notes when it is read, and that it cannot be."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+        self.read = threading.Event()
+
+    def load_vocabulary(self) -> GrammarCompiler:
+        self._events.append("vocabulary")
+        self.read.set()
+        raise UnsupportedModel("This tokenizer does not define the bytes of its tokens.")
+
+
+class NotedSteps(ToyRunner):
+    """Notes each step."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(VOCAB)
+        self._events = events
+
+    def launch(self, plan: StepPlan) -> SimStep:
+        self._events.append("step")
+        return super().launch(plan)
+
+
+def test_the_vocabulary_is_read_once_when_no_message_has_come_for_half_a_second(monkeypatch):
+    events: list[str] = []
+    engine, sent, waits = make_engine(NotedSteps(events), lambda: 0.0), threading.Event(), []
+    engine.grammars = vocabulary = CountedVocabulary(events)
+    select_ready = engine_server.select.select
+
+    def selected(reads, writes, errors, timeout_s):
+        assert sent.wait(30)
+        waits.append(timeout_s)
+        return select_ready(reads, writes, errors, 0)  # the half second is over at once
+
+    monkeypatch.setattr(engine_server, "select", SimpleNamespace(select=selected))
+    with serving(engine) as wire:
+        wire.send(add_request(7, [1, 2]))
+        sent.set()
+        wire.completion(wire.next(Accepted).first_sequence)
+        assert vocabulary.read.wait(30)
+        wire.send(add_request(8, [1, 2]))  # a failure ends nothing, and it is not tried again
+        wire.completion(wire.next(Accepted).first_sequence)
+    assert events.count("vocabulary") == 1
+    assert events.index("vocabulary") == 4, "after the four steps of the first request"
+    assert engine_server.HEARTBEAT_S in waits

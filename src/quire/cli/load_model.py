@@ -10,9 +10,10 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import err, progress_bars
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
+from quire.core.process import gc_postponed
 from quire.core.step import Runner
 from quire.engine.open_model import OpenedModel, open_model
-from quire.engine.startup import StartupPhase, StartupReporter
+from quire.engine.startup import StartupPhase, StartupReporter, preload_torch
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ class NamedModel(NamedTuple):
 
 
 def open_named(model: str | None, given: Mapping[str, object]) -> NamedModel:
-    """Checks the settings and opens the model's files; fetches them if they are not here."""
+    """Checks the settings and opens the model's files; fetches them if they are not here. Torch's libraries are loaded
+    while the tokenizer is read."""
     config = engine_config(model, given)
-    with progress_bars() as bars:
-        return NamedModel(config, open_model(config, bars.fetched))
+    with progress_bars() as bars, gc_postponed():
+        return NamedModel(config, open_model(config, bars.fetched, found=preload_torch))
 
 
 def start(

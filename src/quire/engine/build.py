@@ -144,7 +144,7 @@ def build(
     unfilled = allocate_weights(config, checkpoint, DTYPES[dtype], device, reporter, choice, shard)
     weights = unfilled.weights
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
-        _load_weights(unfilled, grammars if serving else None)
+        unfilled.fill()
     loaded_draft = load_draft(config, opened, DTYPES[dtype], device, reporter)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
     resolved = resolve(config, spec, _kv_bytes(spec, choice, DTYPES[dtype], loaded_draft), machine, serving=serving)
@@ -242,8 +242,8 @@ def _connect(
 
 
 def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:
-    """Load the weights; a server reads the grammar vocabulary in a thread meanwhile. Not earlier: compile workers are
-    forked before."""
+    """Load the weights, which takes a GPU seconds; a server reads the grammar vocabulary in a thread meanwhile. Not
+    earlier: compile workers are forked before."""
     if to_preload is not None:
         Thread(target=load_vocabulary, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
     unfilled.fill()

@@ -57,8 +57,7 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None"
 
 
 def load_vocabulary(grammars: "GrammarMasks") -> None:
-    """Read the vocabulary, which blocks the process: before the engine reports ready. Where it cannot be read, requests
-    with a grammar are refused."""
+    """Read the vocabulary, which blocks all threads. Where it cannot be read, requests with a grammar are refused."""
     with suppress(QuireError):
         grammars.load_vocabulary()
 

@@ -2,6 +2,9 @@
 
 A second thread sends heartbeats, which do not wait for a step: each says how long the current iteration of the loop has
 run, and how long the steps in flight were expected to take. A message can fail its own request only.
+
+Reading the vocabulary for grammars blocks all threads, for 0.3 s to about a second. The first token does not need it:
+it is read when no message has come for half a second, or for the first grammar.
 """
 
 import logging
@@ -82,6 +85,7 @@ class EngineServer:
         self._ended = threading.Event()
         self._sending = threading.Lock()  # the loop and the heartbeats write to one socket
         self._closed = False
+        self._vocabulary_due = True  # whether it may still have to be read
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._is_compiling = False  # one grammar at a time
         self._to_compile: OrderedDict[str, deque[AddRequest]] = OrderedDict()  # by client: they take turns
@@ -95,7 +99,7 @@ class EngineServer:
         beating.start()
         try:
             while True:
-                self._read()
+                is_quiet = self._read()
                 if self._closed:
                     return
                 self._move_prefixes()
@@ -103,6 +107,8 @@ class EngineServer:
                     self._step()
                 elif not self._is_copying:
                     self._engine.prepare()
+                    if is_quiet:
+                        self._read_vocabulary()
                 if self._publisher is not None:
                     self._publish_events(self._publisher)
                 self._send_stats()
@@ -198,8 +204,9 @@ class EngineServer:
             self._costs_version = cost.version
             self._send(prefill_costs(cost, kv.pool.num_blocks * kv.block_size))
 
-    def _read(self) -> None:
-        """Handle every message that has arrived; when idle, wait for one until the next statistics."""
+    def _read(self) -> bool:
+        """Handle every message that has arrived; when idle, wait for one until the next statistics. Whether none came
+        in that time."""
         is_idle = self._engine.idle and self._engine.prepared and not self._is_copying
         timeout_s = HEARTBEAT_S if is_idle else 0.0
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
@@ -212,9 +219,10 @@ class EngineServer:
             num_bytes = self._socket.recv_into(self._buffer)
             if not num_bytes:
                 self._closed = True
-                return
+                return False
             for frame in self._decoder.feed(self._buffer[:num_bytes]):
                 self._handle(frame)
+        return timeout_s > 0.0
 
     def _handle(self, frame: bytes) -> None:
         number = request_number(frame)
@@ -277,6 +285,12 @@ class EngineServer:
             if message.number in self._compiling:
                 self._is_compiling = True
                 self._start_compiling(message)
+
+    def _read_vocabulary(self) -> None:
+        """Once, on the thread that compiles. If it fails, each request with a grammar is refused with the reason."""
+        if self._vocabulary_due and self._engine.grammars is not None:
+            self._vocabulary_due = False
+            self._pool.submit(self._engine.grammars.load_vocabulary)
 
     def _start_compiling(self, message: AddRequest) -> None:
         assert self._engine.grammars is not None and message.params.grammar is not None

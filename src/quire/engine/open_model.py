@@ -1,6 +1,7 @@
 """From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -53,13 +54,21 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         ) from error
 
 
-def open_model(config: EngineConfig, fetching: Report = ignore, *, scripted: bool = False) -> OpenedModel:
-    """Find the model, and fetch it if it must be. A scripted one has no positions to run out of."""
+def open_model(
+    config: EngineConfig,
+    fetching: Report = ignore,
+    *,
+    scripted: bool = False,
+    found: Callable[[], object] = lambda: None,
+) -> OpenedModel:
+    """Find the model, and fetch it if it must be. A scripted one has no positions to run out of. `found` is called
+    when nothing but the tokenizer, and the draft model, can be refused any more."""
     name, checkpoint = find_checkpoint(config, fetching)
     if not scripted:
         check_length(config, checkpoint.spec)
         _check_ranks(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
+    found()
     opened = OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
     return opened if scripted else opened._replace(draft=_open_draft(config, opened, fetching))
 

@@ -1,4 +1,7 @@
-"""The start of an engine: its process, its phases and callbacks for their progress, and torch's libraries."""
+"""The start of an engine: its process, its phases and callbacks for their progress, and torch's libraries.
+
+Imports little: an engine process begins to load torch's libraries before it imports the engine.
+"""
 
 import ctypes
 import os
@@ -7,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -71,13 +76,20 @@ class StartupReporter:
 _TORCH_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_NOW | os.RTLD_GLOBAL, "libtorch_python.so": os.RTLD_NOW}
 
 
+# What an engine imports before torch and what the dynamic linker loads: it loads one library at a time.
+_EXTENSIONS = ("numpy", "tokenizers", "msgspec", "mmap", "lzma", "csv", "decimal", "uuid", "queue", "yaml")
+
+
 def preload_torch() -> Thread | None:
     """Load torch's libraries in a thread. `import torch` does it too, and no other thread runs Python meanwhile: this
-    one waits for the dynamic linker without Python's lock. None: not Linux, no torch, or
-    torch is imported already."""
+    one waits for the dynamic linker without Python's lock. Extension modules that are imported next would wait for it
+    with the lock, so they are imported before. None: not Linux, no torch, or torch is imported already."""
     found = find_spec("torch") if sys.platform == "linux" and "torch" not in sys.modules else None
     if found is None or found.origin is None:
         return None
+    for name in _EXTENSIONS:
+        with suppress(ImportError):  # some are optional
+            import_module(name)
     thread = Thread(target=_load_libraries, args=(Path(found.origin).parent / "lib",), name="quire-preload")
     thread.start()
     return thread
