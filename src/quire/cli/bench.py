@@ -1,11 +1,9 @@
 """Subcommands of `quire bench` that measure an engine: throughput, latency, steps, startup, kernels, a server under
 load, and the comparison with another engine. Only options: the measurements are imported when they are called."""
 
-import json
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -27,7 +25,6 @@ from quire.cli.options import (
     measured_engine_options,
 )
 from quire.cli.streams import loading_status
-from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -310,28 +307,31 @@ def speculation(
     (bench_engine.planted_speculation if chances else bench_engine.speculation)(opened, given)
 
 
-@click.command("first-token", hidden=True)
-@click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
-@click.option("--batch", is_flag=True, help="As an engine for batches.")
-def first_token(since_s: float, batch: bool) -> None:
-    """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
-    reached_s = time.monotonic()
-    from quire.core.process import gc_frozen_imports
-    from quire.engine.open_model import open_model
-    from quire.engine.startup import preload_torch
+@click.command("transformers")
+@click.argument("model", required=False)
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed load.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Repetitions of each comparison.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Size of transformers' static batches.",
+)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True,
+              help="Number format of the weights.")  # fmt: skip
+@click.option("--threads", type=int, help="CPU threads of each engine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def transformers(model: str | None, **given: object) -> None:
+    """Compare with transformers' generate on the same weights, interleaved, in one process."""
+    check_packages("quire bench transformers", "bench", "transformers")
+    from quire.cli.load_model import open_named
 
-    preload_torch()  # as the engine process does
-    config = EngineConfig(**json.load(sys.stdin))
-    opened = open_model(config)
-    opened_s = time.monotonic()
-    with gc_frozen_imports():
-        import torch  # noqa: F401  # timed alone: most of the import time
+    opened = open_named(model, given)
+    with loading_status():
+        from quire.cli.bench_engine import compare_transformers as work
 
-        torch_s = time.monotonic()
-        from quire.bench.startup import ImportTimes
-        from quire.bench.startup import first_token as work
-
-    print(json.dumps(work(config, opened, ImportTimes(since_s, reached_s, opened_s, torch_s), serving=not batch)))
+    work(opened, given)
 
 
 def _command(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
@@ -562,5 +562,5 @@ def goodput(levels: "tuple[ServiceLevel, ...]", plot: Path | None, as_json: bool
 
 
 COMMANDS = (
-    throughput, latency, steps, startup, kernels, quality, speculation, first_token, race, serve, capacity, goodput,
+    throughput, latency, steps, startup, kernels, quality, speculation, transformers, race, serve, capacity, goodput,
 )  # fmt: skip

@@ -13,8 +13,10 @@ def main() -> None:
         if sys.platform == "win32":
             print(f"quire: {NOT_ON_WINDOWS}", file=sys.stderr)
             raise SystemExit(2)
-        from quire.cli.main import main as work
+        from quire.core.process import gc_frozen_imports
 
+        with gc_frozen_imports():
+            from quire.cli.main import main as work
         work()
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None

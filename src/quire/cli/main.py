@@ -1,8 +1,10 @@
 """The command `quire`: its subcommands and their options. A subcommand's code is imported when it is called, so that
 `--help` is quick and loads no torch."""
 
+import json
 import os
 import sys
+import time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +38,9 @@ from quire.cli.options import (
 )
 from quire.cli.other_engines import OTHER_BENCH_COMMANDS, OTHER_BENCH_OPTIONS, OTHER_COMMANDS
 from quire.cli.streams import INTERRUPTED, flushed_output, loading_status, open_streams, stops_on_sigterm
-from quire.config import foreign_hint
+from quire.config import EngineConfig, foreign_hint
 from quire.core.errors import ConfigError, QuireError
+from quire.core.process import gc_frozen_imports
 
 if TYPE_CHECKING:
     from quire.cli.printed_reply import ReplyModel
@@ -178,14 +181,15 @@ class QuireGroup(click.Group):
 
 
 class BenchGroup(QuireGroup):
-    """Imports its larger commands when one of the group is asked for: their options take longer than all others."""
+    """Imports its larger commands when one of them is asked for: their options take longer than all others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         self._load()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        self._load()
+        if cmd_name not in self.commands:
+            self._load()
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -469,33 +473,6 @@ def bench() -> None:
     """Benchmarks. Comparisons are ratios from one run; figures of one engine come with machine and command."""
 
 
-@bench.command("transformers")
-@click.argument("model", required=False)
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed load.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Repetitions of each comparison.")
-@click.option(
-    "--batch",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="Size of transformers' static batches.",
-)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True,
-              help="Number format of the weights.")  # fmt: skip
-@click.option("--threads", type=int, help="CPU threads of each engine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-def bench_transformers(model: str | None, **given: object) -> None:
-    """Compare with transformers' generate on the same weights, interleaved, in one process."""
-    check_packages("quire bench transformers", "bench", "transformers")
-    from quire.cli.load_model import open_named
-
-    opened = open_named(model, given)
-    with loading_status():
-        from quire.cli.bench_engine import compare_transformers as work
-
-    work(opened, given)
-
-
 @bench.command("overhead")
 @click.option("--model", help="A path, a short name or a hub id. Default: the default model.")
 @click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Concurrent streams.")
@@ -570,6 +547,27 @@ def bench_pacing(
     from quire.workload.traces import TraceWindow
 
     work(workload, TraceWindow(skip_s, seconds, scale, rate), itl_target_ms, ttft_target_ms, as_json)
+
+
+@bench.command("first-token", hidden=True)
+@click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
+@click.option("--batch", is_flag=True, help="As an engine for batches.")
+def bench_first_token(since_s: float, batch: bool) -> None:
+    """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
+    reached_s = time.monotonic()
+    with gc_frozen_imports():
+        from quire.engine.open_model import open_model
+        from quire.engine.startup import preload_torch
+
+        opened = open_model(config := EngineConfig(**json.load(sys.stdin)), found=preload_torch)
+        opened_s = time.monotonic()
+        import torch  # noqa: F401  # timed alone: most of the import time
+
+        torch_s = time.monotonic()
+        from quire.bench.startup import ImportTimes, first_token
+
+    times = ImportTimes(since_s, reached_s, opened_s, torch_s)
+    print(json.dumps(first_token(config, opened, times, serving=not batch)))
 
 
 for configured in (serve, batch, run, chat):

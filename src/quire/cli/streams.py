@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
+from quire.core.process import gc_frozen_imports
+
 INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ELOOP,
                 errno.ENAMETOOLONG)  # fmt: skip
@@ -89,5 +91,5 @@ def loading_status() -> Iterator[None]:
     """A spinner on a terminal while large libraries are imported."""
     from quire.cli.console import err
 
-    with err.status("waking up") if err.is_terminal else nullcontext():
+    with err.status("waking up") if err.is_terminal else nullcontext(), gc_frozen_imports():
         yield
