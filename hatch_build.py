@@ -1,8 +1,12 @@
 """Build hook: the native CPU kernels are compiled into the package, where there is a C++ compiler.
 
 Without one the package is built all the same: they are compiled at their first use, or torch computes alone.
+
+The Python files of a checkout that is installed with `-e` are compiled, too, as installers do with a wheel's. Where
+Python writes no bytecode itself, each start would compile them again, for half a second.
 """
 
+import compileall
 import importlib.util
 import sysconfig
 from pathlib import Path
@@ -10,7 +14,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILD = Path(__file__).parent / "src" / "quire" / "kernels" / "cpu" / "native_build.py"
+PACKAGE = Path(__file__).parent / "src" / "quire"
+BUILD = PACKAGE / "kernels" / "cpu" / "native_build.py"
 
 
 class NativeKernelsHook(BuildHookInterface):
@@ -19,6 +24,8 @@ class NativeKernelsHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
+        if version == "editable":
+            compileall.compile_dir(PACKAGE, quiet=2)  # in a folder that is not writable it does nothing
         spec = importlib.util.spec_from_file_location("native_build", BUILD)
         assert spec is not None and spec.loader is not None
         native_build = importlib.util.module_from_spec(spec)

@@ -1,5 +1,6 @@
 """The sdist and the wheel made from it: installed into an environment of their own, they serve. Torch is borrowed."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -67,6 +68,24 @@ def test_the_wheel_has_every_file_of_the_package(distribution: Distribution) -> 
     }
     wanted = {name for name in files if not any(part in name for part in ignored)}
     assert wanted | {f"quire/kernels/cpu/native/{library.name}" for library in FOUND} == names
+
+
+def test_an_editable_install_has_bytecode_even_where_python_writes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(ROOT / "hatch_build.py", tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("CXX", "true")
+    code = """
+import os
+from hatch_build import NativeKernelsHook
+hook = NativeKernelsHook(os.getcwd(), {}, None, None, "dist", "wheel")
+hook.initialize("editable", {"artifacts": []})
+"""
+    children.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    compiled = {importlib.util.source_from_cache(str(path)) for path in (tmp_path / "src").rglob("*.pyc")}
+    assert compiled == {str(path) for path in (tmp_path / "src").rglob("*.py")}
 
 
 def test_an_installed_wheel_serves(
