@@ -1,4 +1,5 @@
-"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
+"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own, which is started before
+most of the imports here."""
 
 import contextlib
 import errno
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.config_file import ModelTable
-from quire.cli.console import StartupProgress, progress_bars
 from quire.cli.options import (
     check_kv_events,
     check_record,
@@ -24,13 +24,10 @@ from quire.cli.options import (
     engine_config,
     read_replica_limits,
 )
-from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.core.process import num_cores
-from quire.engine.open_model import open_model
 from quire.engine.startup import IMPORT_FIRST, SpawnedProcess, spawn_process
-from quire.text.template_worker import check_template
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -108,6 +105,7 @@ def _serve(
 ) -> None:
     from quire.cli.access_settings import AccessSettings
     from quire.cli.serve_models import check_several, serve_several
+    from quire.cli.served_model_options import read_served_model
     from quire.server.http.logs import LogWriter
 
     access = AccessSettings(host, given)
@@ -139,6 +137,7 @@ def _serve_one(
     announce: Callable[[], None],
     spawned: SpawnedProcess | None,
 ) -> None:
+    from quire.cli.console import StartupProgress
     from quire.engine.engine_process import launcher
     from quire.server.server import Server, ServerObservers, serve_until_signal
 
@@ -187,7 +186,10 @@ def open_tracer(endpoint: str | None) -> Any:
 
 def server_config_of(config: EngineConfig, given: Mapping[str, Any]) -> "ServerConfig":
     """What to serve, with the model's files opened."""
+    from quire.cli.console import progress_bars
+    from quire.cli.served_model_options import read_served_model
     from quire.engine.kv_events import read_kv_events
+    from quire.engine.open_model import open_model
     from quire.server.server import ServerConfig
 
     served_model = read_served_model(given)
@@ -249,6 +251,8 @@ def _describe_split(config: "ServerConfig") -> str:
 
 
 def chat_support(served: "ServedModel") -> str:
+    from quire.text.template_worker import check_template
+
     if served.chat_template is None:
         return "no chat template: prompts only"
     try:

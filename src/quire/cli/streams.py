@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from quire.core.process import gc_frozen_imports
@@ -89,7 +89,11 @@ def stops_on_sigterm() -> Iterator[None]:
 @contextmanager
 def loading_status() -> Iterator[None]:
     """A spinner on a terminal while large libraries are imported."""
-    from quire.cli.console import err
+    with ExitStack() as stack:
+        if sys.stderr.isatty():
+            from quire.cli.console import err
 
-    with err.status("waking up") if err.is_terminal else nullcontext(), gc_frozen_imports():
+            if err.is_terminal:
+                stack.enter_context(err.status("waking up"))
+        stack.enter_context(gc_frozen_imports())
         yield
