@@ -328,23 +328,32 @@ class NotedSteps(ToyRunner):
 
 def test_the_vocabulary_is_read_once_when_no_message_has_come_for_half_a_second(monkeypatch):
     events: list[str] = []
-    engine, sent, waits = make_engine(NotedSteps(events), lambda: 0.0), threading.Event(), []
+    engine = make_engine(NotedSteps(events), lambda: 0.0)
+    waiting, waits = threading.Semaphore(0), threading.Semaphore(0)
     engine.grammars = vocabulary = CountedVocabulary(events)
     select_ready = engine_server.select.select
 
     def selected(reads, writes, errors, timeout_s):
-        assert sent.wait(30)
-        waits.append(timeout_s)
-        return select_ready(reads, writes, errors, 0)  # the half second is over at once
+        """An idle engine waits until the test lets it continue; then its half second is over."""
+        assert timeout_s in (0.0, engine_server.HEARTBEAT_S)
+        if timeout_s:
+            waiting.release()
+            assert waits.acquire(timeout=30)
+        return select_ready(reads, writes, errors, 0)
 
     monkeypatch.setattr(engine_server, "select", SimpleNamespace(select=selected))
     with serving(engine) as wire:
+        wire.send(Query(5, "nonsense"))  # a message after which the engine is idle, too
+        waits.release()
+        wire.next(QueryReply)
+        assert waiting.acquire(timeout=30) and waiting.acquire(timeout=30), "it waits again"
         wire.send(add_request(7, [1, 2]))
-        sent.set()
+        waits.release()
         wire.completion(wire.next(Accepted).first_sequence)
+        waits.release()
         assert vocabulary.read.wait(30)
         wire.send(add_request(8, [1, 2]))  # a failure ends nothing, and it is not tried again
+        waits.release(1000)
         wire.completion(wire.next(Accepted).first_sequence)
     assert events.count("vocabulary") == 1
     assert events.index("vocabulary") == 4, "after the four steps of the first request"
-    assert engine_server.HEARTBEAT_S in waits
