@@ -49,6 +49,19 @@ def test_a_follower_waits_until_the_leader_has_come_far_enough() -> None:
     assert bench.emitted[leader.id] == oracle_output(LONG, 5)
 
 
+def test_a_follower_returns_with_what_is_left_to_compute() -> None:
+    """It waited as a long prompt; most of it is cached now."""
+    policy = replace(OPTIMISTIC, order=OrderPolicy(long_prompt=8))
+    bench = Bench(oracle=True, budget=6, rows=4, policy=policy)
+    bench.add(LONG, 5)
+    bench.turn()
+    follower = bench.add([*LONG[:9], 500], 5)
+    assert follower.group.num_uncached == 6
+    bench.turns(3)
+    assert follower.group.num_uncached == 1 and follower.state is SequenceState.RUNNING
+    bench.run()
+
+
 def test_a_follower_still_counts_as_waiting() -> None:
     bench = Bench(oracle=True, policy=replace(OPTIMISTIC, max_waiting=1), depth=1)
     bench.add(LONG, 5)

@@ -35,6 +35,8 @@ def test_a_long_prompt_yields_until_its_patience_ends() -> None:
         {"ageing_s": nan},
         {"lane_patience_s": inf},
         {"long_prompt": 0},
+        {"overtaking": -0.1},
+        {"overtaking": inf},
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:

@@ -14,6 +14,7 @@ from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.kv.trie import Trie
 from quire.sched import queue
 from quire.sched.fairness import WeightedFairShares
+from quire.sched.overtaking import OvertakingQueue, QueuePlace
 from quire.sched.policy import Policy
 from quire.sched.prefix_dedup import InflightPrefixes, PrefixWait
 from quire.sched.queue import OrderPolicy
@@ -33,7 +34,7 @@ class CheckedScheduler:
     """A scheduler whose answers are compared."""
 
     def __init__(self) -> None:
-        order = OrderPolicy(ageing_s=10.0, long_prompt=30, lane_patience_s=5.0, weights={"x": 2.0})
+        order = OrderPolicy(ageing_s=10.0, long_prompt=30, overtaking=0.1, lane_patience_s=5.0, weights={"x": 2.0})
         kv = KVManager(16, BLOCK, 4, num_host_blocks=4)
         self.scheduler = Scheduler(kv, max_rows=4, max_step_tokens=64, policy=Policy(order=order))
         add_reference_checks(self.scheduler)
@@ -80,6 +81,13 @@ def lanes(bench: CheckedScheduler) -> None:
     assert bench.first(1.0) == [short] and bench.first(6.0) == [long]
 
 
+def overtaking(bench: CheckedScheduler) -> None:
+    first, second = bench.add(num_tokens=40), bench.add(num_tokens=30)
+    assert bench.first(9.0) == [first], "4 tokens may overtake it"
+    bench.scheduler.abort(first.request.id)
+    assert bench.first(9.0) == [second]
+
+
 def followers(bench: CheckedScheduler) -> None:
     groups = [bench.add(priority=priority) for priority in (2, 0, 1)]
     prefixes, (leader,) = bench.state.inflight_prefixes, bench.add(num_tokens=9).sequences
@@ -103,6 +111,10 @@ def evictions(bench: CheckedScheduler) -> None:
     assert bench.kv.tree is not None
     bench.kv.tree.evict(3, step=0)
     assert bench.kv.tree.contents("") == {tuple(counting(200, 4)), tuple(counting(300, 8))}
+
+
+def shortest(self: OvertakingQueue) -> QueuePlace:
+    return min(self._waiting.values(), key=lambda each: each.work).place
 
 
 def reversed_ready(self: InflightPrefixes, most: int) -> list[RequestGroup]:
@@ -129,6 +141,7 @@ CASES: dict[str, tuple[Callable[[CheckedScheduler], None], object, str, object]]
     "ageing": (ageing, queue, "aged_class", lambda priority, waited_s, ageing_s: priority - min(waited_s > 10, 1)),
     "tenants": (tenants, WeightedFairShares, "_activate", banked),
     "lanes": (lanes, queue, "yields", lambda lane, waited_s, patience_s: bool(lane)),
+    "overtaking": (overtaking, OvertakingQueue, "head", shortest),
     "followers": (followers, InflightPrefixes, "take_ready", reversed_ready),
     "partitions": (partitions, Trie, "root", foreign_root),
     "evictions": (evictions, EvictionQueue, "first", last_leaf),

@@ -107,6 +107,47 @@ def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_
     assert bench.emitted[late.id] == toy_output(counting(500, 9), 2)
 
 
+LONG_FROM_16 = Policy(order=OrderPolicy(long_prompt=16, lane_patience_s=0.0), overcommit=Overcommit.NEVER)
+
+
+def test_a_long_prompt_waits_for_one_in_progress_of_its_tenant_and_takes_what_it_leaves() -> None:
+    bench = Bench(blocks=100, rows=4, budget=8, policy=LONG_FROM_16)
+    first = bench.add(counting(1, 44), 2)
+    bench.turn()
+    second, chat = bench.add(counting(500, 20), 2), bench.add([7, 8, 9], 1)
+    bench.turn()
+    assert events_of(chat, EventKind.ADMITTED)[0].step == 1 and second.state is SequenceState.WAITING
+    bench.run()
+    assert [chunk.length for chunk in bench.chunks_of(first)] == [8, 5, 8, 8, 8, 7]
+    assert [chunk.length for chunk in bench.chunks_of(second)] == [1, 7, 8, 4]
+    assert bench.emitted[second.id] == toy_output(counting(500, 20), 2)
+
+
+@pytest.mark.parametrize(("num_tokens", "tenant"), [(20, "other"), (20, ""), (30, "")])
+def test_a_long_prompt_joins_one_of_another_tenant_and_one_that_is_sixteen_times_as_long(
+    num_tokens: int, tenant: str
+) -> None:
+    bench = Bench(blocks=200, rows=4, budget=8, policy=LONG_FROM_16)
+    longest = bench.add(counting(1, 400), 2)
+    bench.turn()
+    late = bench.add(counting(500, num_tokens), 2, tenant=tenant)
+    bench.turn()
+    joins = tenant == "other" or num_tokens < 400 / 16
+    assert (late.assigned_step == 1) == joins
+    assert [chunk.length for chunk in bench.chunks_of(longest)] == [8, 4 if joins else 8]
+
+
+def test_long_prompts_in_progress_share_steps_by_tenant() -> None:
+    bench = Bench(blocks=100, rows=4, budget=8, policy=LONG_FROM_16)
+    first = bench.add(counting(1, 80), 2, tenant="a")
+    bench.turns(3)
+    second = bench.add(counting(500, 40), 2, tenant="b")
+    bench.turns(6)
+    computed = [sum(chunk.length for chunk in bench.chunks_of(each)) for each in (first, second)]
+    assert sum(computed) == 9 * 8
+    assert abs(computed[0] - 3 * 8 - computed[1]) <= 8, "the first goes on alone, or waits until the second is done"
+
+
 def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     """One second for every token: of a step that may take 20, one is a decode and 19 are left."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))

@@ -6,7 +6,7 @@ of a tenant below its share of the rows those of tenants above theirs.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.fault_injection import FaultSite, trip
@@ -43,6 +43,7 @@ class Admission:
     """Admits groups while there is token budget, a row and enough blocks."""
 
     __slots__ = (
+        "_deferred",
         "_num_parked",
         "_preemption",
         "_reserved_for",
@@ -60,6 +61,7 @@ class Admission:
         self._preemption = preemption
         self._schedule_chunk = schedule_chunk
         self._num_parked = 0  # in this step
+        self._deferred = False  # in this step: a long prompt is admitted after those in progress, with what they leave
         self._reserved_for: RequestGroup | None = None  # others were preempted for it: it is admitted next
         self._window_since_s: float | None = None  # a sealed batch waits for more requests
         self.cause: WaitCause | None = None  # what keeps the head of the queue out
@@ -89,8 +91,10 @@ class Admission:
             self._reserved_for = group
 
     def admit(self, builder: PlanBuilder) -> None:
-        """Admit as many as possible; `cause` says what kept the next one out."""
+        """Admit as many as possible; `cause` says what kept the next one out. A long prompt behind one in progress of
+        its tenant is left to `admit_deferred`: it would only share what that one can use alone."""
         self.cause = None
+        self._deferred = False
         if not self._state.waiting:
             return
         if builder.pressure:
@@ -103,6 +107,15 @@ class Admission:
         if builder.starts:
             self.batch_size = len(self._state.rows.assigned)
 
+    def admit_deferred(self, builder: PlanBuilder) -> None:
+        """Admit with the budget that long prompts in progress have left."""
+        if not self._deferred:
+            return
+        self._deferred, self.cause = False, None
+        builder.long_prefills = []
+        while self._state.waiting and self.cause is None:
+            self.cause = self._admit_next(builder)
+
     def _admit_next(self, builder: PlanBuilder) -> WaitCause | None:
         """Try the head of the queue and the groups that may overtake it. A cause ends admission; None: try again."""
         state = self._state
@@ -112,33 +125,59 @@ class Admission:
             return WaitCause.ROWS
         if self._num_parked == MAX_PARKED:
             return WaitCause.ORDER
-        kept_out: WaitCause | None = None
-        for group in self._candidates(builder.now_s):
-            if state.admissible is not None and not state.may_admit(group):
-                state.exclude(group)
+        candidates, kept_out = self._candidates(builder.now_s), None
+        for group in candidates:
+            cause = self._admit_one(group, builder)
+            if cause is None:
                 return None
-            claim = self._try(group)
-            if claim is None:
-                return None
-            if claim.prefix_wait is not None:
-                self._park(group, claim.prefix_wait, builder.step)
-                return None
-            if claim.missing is None:
-                self._admit_group(group, claim, builder)
-                return None
-            group.note(RequestEvent(builder.step, EventKind.WAITED, cause=claim.missing))
-            kept_out = kept_out or claim.missing
+            kept_out = kept_out or cause
+        if kept_out is WaitCause.ORDER and len(candidates) == 1:
+            short = state.waiting.short_head(builder.now_s)
+            return kept_out if short is None else self._admit_one(short, builder)
         return kept_out
 
+    def _admit_one(self, group: RequestGroup, builder: PlanBuilder) -> WaitCause | None:
+        """Try one group. None: it has left the queue; else what keeps it out."""
+        state = self._state
+        if state.admissible is not None and not state.may_admit(group):
+            state.exclude(group)
+            return None
+        claim = self._try(group)
+        if claim is None:
+            return None
+        if claim.prefix_wait is not None:
+            self._park(group, claim.prefix_wait, builder.step)
+            return None
+        if claim.missing is not None:
+            group.note(RequestEvent(builder.step, EventKind.WAITED, cause=claim.missing))
+            return claim.missing
+        if self._is_behind(group, claim, builder):
+            self._deferred = True
+            state.kv.touch(claim.match)
+            return WaitCause.ORDER
+        self._admit_group(group, claim, builder)
+        return None
+
+    def _is_behind(self, group: RequestGroup, claim: Claim, builder: PlanBuilder) -> bool:
+        """Whether this is a long prompt, and its tenant has one in progress, of no lower class. A prompt that others
+        were preempted for is admitted at once."""
+        if group is self._reserved_for or not builder.long_prefills:
+            return False
+        request, num_tokens = group.request, len(claim.leader.tokens) - self._state.kv.num_found(claim.match)
+        return num_tokens >= builder.least_long and any(
+            each.request.tenant == request.tenant and each.request.priority <= request.priority
+            for each in builder.long_prefills
+        )
+
     def _park(self, group: RequestGroup, wait: PrefixWait, step: int) -> None:
-        self._state.waiting.pop(group)
+        self._state.waiting.pop(group, served=False)
         self._state.inflight_prefixes.park(group, wait)
         if self._reserved_for is group:
             self._reserved_for = None  # while it waits others go first
         self._num_parked += 1
         group.note(RequestEvent(step, EventKind.WAITED, other=wait.leader.request.id, cause=WaitCause.PREFIX))
 
-    def _candidates(self, now_s: float) -> Iterable[RequestGroup]:
+    def _candidates(self, now_s: float) -> tuple[RequestGroup, ...]:
         """The group that others were preempted for, while it waits; else as the queue says."""
         if self._reserved_for is not None and self._reserved_for in self._state.waiting:
             return (self._reserved_for,)

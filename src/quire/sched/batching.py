@@ -25,9 +25,11 @@ from quire.sched.pacing import (
 from quire.sched.pipelining import MicroBatches
 from quire.sched.plan_builder import PlanBuilder, output_of
 from quire.sched.preemption import Preemption
+from quire.sched.queue import aged_class
 from quire.sched.state import SchedulerState
 
 MAX_STEP_S = 0.5  # default of `Policy.max_step_s` on a CPU, where a step of the whole token budget may take a minute
+SHORT_BY_LONGEST = 16  # a prompt with less than this part of the work of the longest in progress does not wait for it
 _NO_ROWS: IndexArray = np.empty(0, dtype=np.intp)
 _PER_SMALLEST = 2  # or this factor times the step with the smallest chunk: most of a long step is not for its tokens
 
@@ -151,28 +153,43 @@ class StepBatcher:
     def schedule_short_prefills(self, builder: PlanBuilder) -> None:
         """Unfinished prompts; half of the remaining budget is kept for long ones, if there are any."""
         builder.budget = self._prefill_budget(builder)
-        if self._long():
-            builder.kept_budget = builder.budget // 2 if self._state.policy.regime.chunked else 0
+        if self._state.policy.regime.chunked:
+            self._note_long(builder)
+        if builder.long_prefills:
+            builder.kept_budget = builder.budget // 2
             builder.budget -= builder.kept_budget
         for sequence in tuple(self._state.prefilling):
             if builder.budget <= 0:
                 break
-            if not self._is_long(sequence):
+            if sequence not in builder.long_prefills:
                 self.schedule_chunk(sequence, builder)
 
     def schedule_long_prefills(self, builder: PlanBuilder) -> None:
-        """Long prompts, after admission: their half, and what is left."""
+        """Long prompts, after the admission of short ones: their half, and what is left."""
         builder.budget += builder.kept_budget
-        for sequence in self._long():
-            if builder.budget > 0 and sequence not in builder.chunk_sequences:
+        for sequence in (*builder.long_prefills, *self._state.prefilling):
+            if builder.budget <= 0:
+                break
+            if sequence not in builder.chunk_sequences and sequence.num_planned < sequence.num_tokens:
                 self.schedule_chunk(sequence, builder)
 
-    def _long(self) -> list[Sequence]:
-        return [sequence for sequence in self._state.prefilling if self._is_long(sequence)]
+    def _note_long(self, builder: PlanBuilder) -> None:
+        """Long prompts in progress: by class, least-served tenant, and as they were admitted. A prompt that was found
+        in the cache but for a short end is a short one; so is one that is short by the longest."""
+        state, order = self._state, self._state.policy.order
+        work = {each: each.num_tokens - each.group.num_cached for each in state.prefilling}
+        builder.least_long = max(order.long_prompt, max(work.values(), default=0) // SHORT_BY_LONGEST)
+        long = [each for each in state.prefilling if work[each] >= builder.least_long]
+        if len(long) > 1:
+            long.sort(key=lambda each: self._precedence(each, builder.now_s))
+        builder.long_prefills = long
 
-    def _is_long(self, sequence: Sequence) -> bool:
-        """A long prompt that was found in the cache but for a short end is a short one."""
-        return sequence.num_tokens - sequence.group.num_cached >= self._state.policy.order.long_prompt
+    def _precedence(self, sequence: Sequence, now_s: float) -> tuple[int, float, int, int]:
+        """Of a long prompt in progress, the smallest first."""
+        request, order = sequence.request, self._state.policy.order
+        aged = aged_class(request.priority, now_s - sequence.group.arrived_s, order.ageing_s)
+        service = self._state.shares.service(request.tenant) if order.fair else 0.0
+        return aged, service, sequence.assigned_step, sequence.id
 
     def _prefill_budget(self, builder: PlanBuilder) -> int:
         """Tokens for prompts: the remaining budget, or fewer if the step is limited in time or has time targets."""

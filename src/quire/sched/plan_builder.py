@@ -36,6 +36,8 @@ class PlanBuilder:
         "drafts",
         "forced",
         "kept_budget",
+        "least_long",
+        "long_prefills",
         "max_tokens",
         "now_s",
         "num_decoding",
@@ -52,6 +54,8 @@ class PlanBuilder:
         self.budget = budget
         self.max_tokens = budget
         self.kept_budget = 0  # of the budget, for long prompts
+        self.long_prefills: list[Sequence] = []  # in progress; no other of their tenants is admitted before them
+        self.least_long = 0  # tokens to compute: a prompt with fewer is not long beside them
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
         self.pace: Pace | None = None  # of the prompts, where there are time targets

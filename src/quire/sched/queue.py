@@ -1,14 +1,16 @@
 """The waiting queue: request groups in the order of the policy, and their deadlines. Does not depend on blocks.
 
 The order, from the most to the least important: aged priority class, least service of the tenant by weight (weighted
-fair queuing), lane, deadline, arrival. With one class, one tenant, one lane and no deadlines this is first come first
-served.
+fair queuing), lane, deadline, arrival. Within the long lane of a tenant a shorter prompt may overtake an earlier one,
+within bounds (`sched/overtaking.py`). With one class, one tenant, one lane, no overtaking and no deadlines this is
+first come first served.
 
 A class has two lanes, a lane has one queue per tenant, and a queue orders its groups by deadline, then arrival. The
-head of a lane is the head of its least-served tenant. The heads of lanes and classes are compared by `Key`; a class is
-as old as the longer waiting of its two lane heads. So all tenants of a class age together: a long backlog gives a
-tenant no precedence over the others. Every heap drops removed entries lazily: an operation costs time in the number of
-classes in use and the logarithm of the rest, not in the number waiting.
+head of a lane is that of its least-served tenant. Queues, lanes and classes are compared by the `Key` of their first
+groups, whether or not these are overtaken; a class is as old as the longer waiting of those two. So all tenants of a
+class age together: a long backlog gives a tenant no precedence over the others. Every heap drops removed entries
+lazily: an operation costs time in the number of classes and sizes in use and the logarithm of the rest, not in the
+number waiting.
 """
 
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from typing import NamedTuple
 from quire.core.errors import ConfigError
 from quire.core.request import RequestGroup
 from quire.sched.fairness import WeightedFairShares
+from quire.sched.overtaking import OvertakingQueue, QueuePlace
 
 
 class Lane(IntEnum):
@@ -35,7 +38,8 @@ class OrderPolicy:
     fair: bool = True  # tenants share by service; if not, all share one queue
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant; 1 if not listed
     ageing_s: float = 30.0  # a class rises by one each time its head has waited this long; 0: never
-    long_prompt: int = 8192  # tokens; prompts with at least this many to compute take the long lane
+    long_prompt: int = 512  # tokens; prompts with at least this many to compute take the long lane
+    overtaking: float = 0.05  # of the work before a long prompt and its own: what shorter ones that come later may take
     lane_patience_s: float = 1.0  # a long prompt that has waited this long no longer yields to short ones
     share_patience_s: float = 0.1  # a tenant below its share waits this long for a row before others are preempted
     share_slice_s: float = 2.0  # a group that was preempted too often keeps what is beyond a share for this long
@@ -50,6 +54,11 @@ class OrderPolicy:
         for name, seconds in times_s.items():
             if not (isfinite(seconds) and seconds >= 0):
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, 0 or more.", param=name)
+        if not (isfinite(self.overtaking) and self.overtaking >= 0):
+            raise ConfigError(
+                f"overtaking is {self.overtaking}; it must be a part of the work, 0 or more, such as 0.05.",
+                param="overtaking",
+            )
         if self.long_prompt < 1:
             raise ConfigError(
                 f"long_prompt is {self.long_prompt}; it must be at least 1 token (above the context: no long lane).",
@@ -92,113 +101,91 @@ class _QueuedGroup(NamedTuple):
     lane: "_LaneQueue"
 
 
-class _QueuePlace(NamedTuple):
-    """Within a queue; the smallest first."""
-
-    deadline_s: float
-    order: int
-
-
 class _QueueEntry(NamedTuple):
-    """A tenant's queue in the heap of its lane: a lower bound, since service grows and heads are removed."""
+    """A tenant's queue in the heap of its lane, by its first place: a lower bound, since service grows and groups are
+    removed."""
 
     service: float
-    place: _QueuePlace
+    place: QueuePlace
     tenant: str
+
+
+class _LaneHead(NamedTuple):
+    """The least-served tenant of a lane, and the order of its group that is admitted next."""
+
+    service: float
+    place: QueuePlace  # the first of the tenant
+    order: int
 
 
 class _Head(NamedTuple):
     key: Key
+    order: int
     overtaker: int | None  # its order
-
-
-class _TenantQueue:
-    """The groups of one tenant in one lane of one class. Removed groups are dropped lazily."""
-
-    __slots__ = ("_heap", "_queued", "entry", "num_waiting")
-
-    def __init__(self, queued: Mapping[int, _QueuedGroup]) -> None:
-        self._queued = queued
-        self._heap: list[_QueuePlace] = []
-        self.entry: _QueueEntry | None = None  # the valid one in the heap of the lane
-        self.num_waiting = 0
-
-    def push(self, place: _QueuePlace) -> None:
-        heappush(self._heap, place)
-        self.num_waiting += 1
-
-    def remove_one(self) -> None:
-        self.num_waiting -= 1
-        if len(self._heap) > 2 * self.num_waiting + _SLACK:
-            self._heap = sorted({place for place in self._heap if place.order in self._queued})
-
-    def head(self) -> _QueuePlace:
-        while self._heap[0].order not in self._queued:
-            heappop(self._heap)
-        return self._heap[0]
 
 
 class _LaneQueue:
     """The tenants of one lane of one class, least service first."""
 
-    __slots__ = ("_heap", "_queued", "_shares", "_tenants")
+    __slots__ = ("_entries", "_heap", "_share", "_shares", "_tenants")
 
-    def __init__(self, queued: Mapping[int, _QueuedGroup], shares: WeightedFairShares | None) -> None:
-        self._queued = queued
+    def __init__(self, shares: WeightedFairShares | None, overtaking: float) -> None:
         self._shares = shares
-        self._tenants: dict[str, _TenantQueue] = {}
+        self._share = overtaking
+        self._tenants: dict[str, OvertakingQueue] = {}
+        self._entries: dict[str, _QueueEntry] = {}  # the valid ones in the heap
         self._heap: list[_QueueEntry] = []
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def push(self, tenant: str, place: _QueuePlace) -> None:
+    def push(self, tenant: str, place: QueuePlace, work: int) -> None:
         queue = self._tenants.get(tenant)
         if queue is None:
-            queue = self._tenants[tenant] = _TenantQueue(self._queued)
-        queue.push(place)
+            queue = self._tenants[tenant] = OvertakingQueue(self._share)
+        queue.push(place, work)
         entry = _QueueEntry(self._service(tenant), place, tenant)
-        if queue.entry is None or entry < queue.entry:
-            queue.entry = entry
+        if tenant not in self._entries or entry < self._entries[tenant]:
+            self._entries[tenant] = entry
             heappush(self._heap, entry)
             self._tidy()
 
-    def remove_one(self, tenant: str) -> None:
+    def remove(self, tenant: str, order: int, *, served: bool) -> None:
         queue = self._tenants[tenant]
-        queue.remove_one()
-        if queue.num_waiting == 0:
-            del self._tenants[tenant]
+        queue.remove(order, served=served)
+        if not queue:
+            del self._tenants[tenant], self._entries[tenant]
             self._tidy()
 
-    def head(self) -> _QueueEntry | None:
+    def head(self) -> _LaneHead | None:
         while self._heap:
             entry = self._heap[0]
-            queue = self._tenants.get(entry.tenant)
-            if queue is None or queue.entry is not entry:
+            if self._entries.get(entry.tenant) is not entry:
                 heappop(self._heap)
                 continue
-            service, place = self._service(entry.tenant), queue.head()
-            if service == entry.service and place == entry.place:
-                return entry
-            queue.entry = _QueueEntry(service, place, entry.tenant)
-            heapreplace(self._heap, queue.entry)
-            if self._heap[0] is queue.entry:
-                return queue.entry
+            queue = self._tenants[entry.tenant]
+            service, place = self._service(entry.tenant), queue.first()
+            if service != entry.service or place != entry.place:
+                self._entries[entry.tenant] = newer = _QueueEntry(service, place, entry.tenant)
+                heapreplace(self._heap, newer)
+                if self._heap[0] is not newer:
+                    continue
+            return _LaneHead(service, place, queue.head().order)
         return None
 
-    def only_head(self) -> _QueuePlace | None:
-        """The head if exactly one tenant waits in this lane, else None."""
+    def only_head(self) -> int | None:
+        """The order of the head if exactly one tenant waits in this lane, else None."""
         if len(self._tenants) != 1:
             return None
         (queue,) = self._tenants.values()
-        return queue.head()
+        return queue.head().order
 
     def _service(self, tenant: str) -> float:
         return 0.0 if self._shares is None else self._shares.service(tenant)
 
     def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self._tenants) + _SLACK:
-            self._heap = sorted(queue.entry for queue in self._tenants.values() if queue.entry is not None)
+            self._heap = sorted(self._entries.values())
 
 
 class _ClassQueue:
@@ -214,13 +201,13 @@ class _ClassQueue:
         shares: WeightedFairShares | None,
     ) -> None:
         self.base_class = base_class
-        self.short = _LaneQueue(queued, shares)
-        self.long = _LaneQueue(queued, shares)
+        self.short = _LaneQueue(shares, 0.0)
+        self.long = _LaneQueue(shares, policy.overtaking)
         self._policy = policy
         self._queued = queued
 
-    def only_head(self) -> _QueuePlace | None:
-        """The head if one tenant waits in one lane and nothing need be compared, else None."""
+    def only_head(self) -> int | None:
+        """The order of the head if one tenant waits in one lane and nothing need be compared, else None."""
         if not self.long:
             return self.short.only_head()
         return None if self.short else self.long.only_head()
@@ -235,9 +222,9 @@ class _ClassQueue:
             long_yields = yields(Lane.LONG, long_waited_s, self._policy.lane_patience_s)
             long_key = Key(aged, long.service, long_yields, *long.place)
             if short_key is None or long_key < short_key:
-                return _Head(long_key, short_key.order if short_key and long_yields else None)
-        assert short_key is not None, f"class {self.base_class} is empty"
-        return _Head(short_key, None)
+                return _Head(long_key, long.order, short.order if short and long_yields else None)
+        assert short is not None and short_key is not None, f"class {self.base_class} is empty"
+        return _Head(short_key, short.order, None)
 
 
 class WaitingQueue:
@@ -274,13 +261,13 @@ class WaitingQueue:
         queued_group = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
         self._queued[group.order] = queued_group
         deadline_s = inf if request.deadline_s is None else request.deadline_s
-        queued_group.lane.push(self._tenant_of(group), _QueuePlace(deadline_s, group.order))
+        queued_group.lane.push(self._tenant_of(group), QueuePlace(deadline_s, group.order), max(group.num_uncached, 1))
 
-    def pop(self, group: RequestGroup) -> float:
-        """Remove a group that is admitted or waits elsewhere; since when it waited."""
+    def pop(self, group: RequestGroup, *, served: bool = True) -> float:
+        """Remove a group that is admitted (`served`) or waits elsewhere; since when it waited."""
         queued_group = self._queued.pop(group.order)
         self.num_tokens -= len(group.request.prompt)
-        queued_group.lane.remove_one(self._tenant_of(group))
+        queued_group.lane.remove(self._tenant_of(group), group.order, served=served)
         if not queued_group.lane:
             queue = self._classes[group.request.priority]
             if not (queue.short or queue.long):
@@ -290,7 +277,7 @@ class WaitingQueue:
     def discard(self, group: RequestGroup) -> None:
         """Remove a group if it is queued."""
         if group in self:
-            self.pop(group)
+            self.pop(group, served=False)
 
     # The head.
 
@@ -302,12 +289,18 @@ class WaitingQueue:
             (queue,) = self._classes.values()
             lone = queue.only_head()
             if lone is not None:
-                return (self._queued[lone.order].group,)
+                return (self._queued[lone].group,)
         head = self._head(now_s)
         if head is None:
             return ()
-        first = self._queued[head.key.order].group
+        first = self._queued[head.order].group
         return (first,) if head.overtaker is None else (first, self._queued[head.overtaker].group)
+
+    def short_head(self, now_s: float) -> RequestGroup | None:
+        """The head of the short lane in the class of the head."""
+        best = min(self._classes.values(), key=lambda queue: queue.head(now_s).key, default=None)
+        head = None if best is None else best.short.head()
+        return None if head is None else self._queued[head.order].group
 
     @property
     def best_class(self) -> int:
@@ -316,7 +309,7 @@ class WaitingQueue:
 
     def best_class_head(self, now_s: float) -> RequestGroup:
         """The head of the most important class, ageing aside; the queue must not be empty."""
-        return self._queued[self._classes[self.best_class].head(now_s).key.order].group
+        return self._queued[self._classes[self.best_class].head(now_s).order].group
 
     def waited_s(self, group: RequestGroup, now_s: float) -> float:
         """How long a queued group has waited, since it was preempted if it was."""

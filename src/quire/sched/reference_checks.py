@@ -1,14 +1,15 @@
 """Slow references beside the fast parts of a scheduler, compared at every call. For `quire check`.
 
 Each class is the shipped one with its contract checked: the virtual clocks of tenants, the order of the queue against a
-scan of all waiting groups (so starvation across classes, tenants and lanes is seen where it begins), the order of
-followers, searches for victims that are skipped, and the shares of rows and blocks, which a tenant below its own gets
-from those above theirs. The references share no state with the fast paths. `kv/tree_checks.py` does the same for the
-prefix tree.
+scan of all waiting groups (so starvation across classes, tenants and lanes is seen where it begins), overtaking against
+sums for each prompt, the order of followers, searches for victims that are skipped, and the shares of rows and blocks,
+which a tenant below its own gets from those above theirs. The references share no state with the fast paths.
+`kv/tree_checks.py` does the same for the prefix tree.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from heapq import nsmallest
 from math import inf, isclose
@@ -21,6 +22,7 @@ from quire.core.ids import RequestId
 from quire.core.request import RequestGroup
 from quire.kv.tree_checks import add_tree_checks
 from quire.sched.fairness import Billing, WeightedFairShares
+from quire.sched.overtaking import size_class
 from quire.sched.preemption import Preemption, PreemptionCandidate, _FailedSearch, choose_for_waiting
 from quire.sched.prefix_dedup import InflightPrefixes
 from quire.sched.queue import OrderPolicy, WaitingQueue
@@ -88,29 +90,68 @@ class _CheckedShares(WeightedFairShares):
         return found
 
 
+_QueueName = tuple[int, str, bool]  # class, tenant, whether it is the long lane
+
+
+@dataclass(slots=True)
+class _Overtaken:
+    """A waiting group, with what has overtaken it."""
+
+    group: RequestGroup
+    since_s: float
+    place: tuple[float, int]
+    allowed: int  # tokens that may overtake it
+    counted: int = 0  # tokens that overtook the first of its size
+    overtook: int = 0  # tokens that overtook it
+
+
 class _CheckedQueue(WaitingQueue):
     """The order of the policy, computed anew from all waiting groups."""
 
-    __slots__ = ("_all", "_may_leave", "_order", "_tenants")
+    __slots__ = ("_all", "_last", "_may_leave", "_order", "_preempted_for", "_tenants")
 
     def __init__(self, policy: OrderPolicy, shares: WeightedFairShares) -> None:
         super().__init__(policy, shares)
         self._order = policy
         self._tenants = shares
-        self._all: dict[int, tuple[RequestGroup, float]] = {}  # by order, with since when it waits
+        self._all: dict[int, _Overtaken] = {}  # by order
         self._may_leave: set[int] = set()  # the last candidates
+        self._preempted_for: set[int] = set()  # others may have been preempted for these: they are bound by nothing
+        self._last: dict[_QueueName, tuple[float, int]] = {}  # the latest place in each queue since it was empty
 
     def push(self, group: RequestGroup, since_s: float) -> None:
         waits = not group.was_assigned
         assert not waits or since_s == group.arrived_s, f"{group} waits since {since_s}, it came at {group.arrived_s}"
         super().push(group, since_s)
-        self._all[group.order] = (group, since_s)
+        deadline_s = inf if group.request.deadline_s is None else group.request.deadline_s
+        place, others, name = (deadline_s, group.order), self._rivals(group), self._name(group)
+        last = self._last[name] if others else place
+        before = sum(_work(each.group) for each in others) if place >= last else 0
+        self._last[name] = max(last, place)
+        self._all[group.order] = _Overtaken(
+            group, since_s, place, int(self._order.overtaking * (before + _work(group)))
+        )
 
-    def pop(self, group: RequestGroup) -> float:
+    def pop(self, group: RequestGroup, *, served: bool = True) -> float:
         first = group.finished or group.order in self._may_leave
         assert first, f"{group} was taken, and {self._may_leave} are first"
-        del self._all[group.order]
-        return super().pop(group)
+        left = self._all.pop(group.order)
+        if served:
+            self._count(left)
+        self._preempted_for.discard(group.order)
+        return super().pop(group, served=served)
+
+    def _count(self, left: _Overtaken) -> None:
+        """A group is admitted before those with earlier places. All of one size count what overtakes their first."""
+        rivals, work = self._rivals(left.group), _work(left.group)
+        sizes = {size_class(_work(each.group)) for each in rivals if each.place < left.place}
+        for each in rivals if self._is_long(left.group) else ():
+            if size_class(_work(each.group)) > size_class(work) and size_class(_work(each.group)) in sizes:
+                each.counted += work
+            if each.place < left.place:
+                each.overtook += work
+                bound = each.overtook <= each.allowed or left.group.order in self._preempted_for
+                assert bound, f"{left.group} overtook {each.group} beyond {each.allowed} tokens"
 
     def candidates(self, now_s: float) -> tuple[RequestGroup, ...]:
         found = super().candidates(now_s)
@@ -119,30 +160,40 @@ class _CheckedQueue(WaitingQueue):
         self._may_leave = set(first)
         return found
 
+    def short_head(self, now_s: float) -> RequestGroup | None:
+        found = super().short_head(now_s)
+        classes = {each.group.request.priority for each in self._all.values()}
+        best = min(classes, key=lambda priority: self._heads_of(priority, now_s)[0])
+        short = [each for each in self._all.values() if each.group.request.priority == best]
+        short = [each for each in short if not self._is_long(each.group)]
+        first = min(short, key=lambda each: (self._service(each.group), *each.place), default=None)
+        assert found is (None if first is None else first.group), f"{found} is first of the short lane, not {first}"
+        if found is not None:
+            self._may_leave.add(found.order)
+        return found
+
     def best_class_head(self, now_s: float) -> RequestGroup:
         found = super().best_class_head(now_s)
-        best = min(group.request.priority for group, _ in self._all.values())
-        first = int(self._heads_of(best, now_s)[0][-1])
+        best = min(each.group.request.priority for each in self._all.values())
+        first = self._chosen(self._heads_of(best, now_s)[0])
         assert found.order == first, f"{found} is first of class {best}, not {first}"
         self._may_leave.add(first)
+        self._preempted_for.add(first)
         return found
 
     def _first(self, now_s: float) -> list[int]:
-        heads = [self._heads_of(each, now_s) for each in {group.request.priority for group, _ in self._all.values()}]
-        return [int(key[-1]) for key in min(heads, default=[])]
+        classes = {each.group.request.priority for each in self._all.values()}
+        return [self._chosen(key) for key in min((self._heads_of(each, now_s) for each in classes), default=[])]
 
     def _heads_of(self, priority: int, now_s: float) -> list[tuple[float, ...]]:
         """Of one class: the key of its first group, and that of a group which may overtake it."""
         order = self._order
         lanes: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
-        for group, _ in self._all.values():
-            request = group.request
-            if request.priority == priority:
-                service = self._tenants.service(request.tenant) if order.fair else 0.0
-                deadline_s = inf if request.deadline_s is None else request.deadline_s
-                lanes[group.num_uncached >= order.long_prompt].append((service, deadline_s, group.order))
+        for each in self._all.values():
+            if each.group.request.priority == priority:
+                lanes[self._is_long(each.group)].append((self._service(each.group), *each.place))
         heads = {is_long: min(keys) for is_long, keys in lanes.items() if keys}
-        waited_s = {is_long: now_s - self._all[int(head[-1])][1] for is_long, head in heads.items()}
+        waited_s = {is_long: now_s - self._all[int(head[-1])].since_s for is_long, head in heads.items()}
         aged = priority - (int(max(*waited_s.values(), 0.0) / order.ageing_s) if order.ageing_s else 0)
         keys: list[tuple[float, ...]] = []
         for is_long, (service, deadline_s, number) in heads.items():
@@ -150,6 +201,44 @@ class _CheckedQueue(WaitingQueue):
             keys.append((aged, service, yields, deadline_s, number))
         first, *other = nsmallest(2, keys)
         return [first, *other] if first[2] else [first]
+
+    def _chosen(self, key: tuple[float, ...]) -> int:
+        """The order of the group that is admitted for the first of its queue: the smallest size of which the first may
+        overtake all that are before it."""
+        first = self._all[int(key[-1])]
+        queue = [first, *self._rivals(first.group)]
+        if not self._is_long(first.group) or not self._order.overtaking:
+            return first.group.order
+        for each in sorted(queue, key=lambda one: (size_class(_work(one.group)), one.place)):
+            size = size_class(_work(each.group))
+            smaller = [one for one in queue if size_class(_work(one.group)) < size]
+            if any(one.place < each.place for one in smaller):
+                continue
+            larger = [one for one in queue if size_class(_work(one.group)) > size]
+            passed = {size_class(_work(one.group)) for one in larger if one.place < each.place}
+            rooms = [one.allowed - one.counted for one in larger if size_class(_work(one.group)) in passed]
+            if min(rooms, default=inf) >= _work(each.group):
+                return each.group.order
+        raise AssertionError(f"none of {queue} may be admitted")
+
+    def _rivals(self, group: RequestGroup) -> list[_Overtaken]:
+        """The others of its class, tenant and lane."""
+        name = self._name(group)
+        return [each for each in self._all.values() if self._name(each.group) == name and each.group is not group]
+
+    def _name(self, group: RequestGroup) -> "_QueueName":
+        request = group.request
+        return request.priority, request.tenant if self._order.fair else "", self._is_long(group)
+
+    def _is_long(self, group: RequestGroup) -> bool:
+        return group.num_uncached >= self._order.long_prompt
+
+    def _service(self, group: RequestGroup) -> float:
+        return self._tenants.service(group.request.tenant) if self._order.fair else 0.0
+
+
+def _work(group: RequestGroup) -> int:
+    return max(group.num_uncached, 1)
 
 
 class _CheckedPreemption(Preemption):

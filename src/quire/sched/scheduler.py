@@ -168,6 +168,7 @@ class Scheduler:
         self._batcher.schedule_short_prefills(builder)
         self._admission.admit(builder)
         self._batcher.schedule_long_prefills(builder)
+        self._admission.admit_deferred(builder)
         self._batcher.schedule_drafts(builder)
         return self._commit(builder)
 

@@ -108,8 +108,8 @@ class SchedulerState:
         group.note(RequestEvent(self.last_planned + 1, EventKind.ARRIVED, tokens=len(group.request.prompt)))
 
     def _note_uncached(self, group: RequestGroup) -> None:
-        """A long prompt of which the cache holds all but a short end waits with the short ones. Once, at its arrival:
-        a group that returns to the queue has its place in the same lane."""
+        """A long prompt of which the cache holds all but a short end waits with the short ones. At its arrival, and
+        once the prefix that it waited for is there; one that is preempted returns to the same lane."""
         prompt, wide = group.request.prompt, group.request.sampling.prompt_wide
         if len(prompt) >= self.policy.order.long_prompt:
             match = self.kv.match(group.owner, prompt, 0 if wide else len(prompt) - 1)
@@ -282,6 +282,7 @@ class SchedulerState:
     def requeue_ready(self) -> None:
         """Queue groups whose in-flight prefix is computed or gone, at most `MAX_REQUEUED` per step."""
         for group in self.inflight_prefixes.take_ready(MAX_REQUEUED):
+            self._note_uncached(group)
             self.waiting.push(group, group.arrived_s)
 
     # Derived values.

@@ -16,7 +16,7 @@ from quire.sched.audit import audit, audit_rest
 from quire.sched.journal.recorder import JournaledScheduler
 from quire.sched.loop import Loop
 from quire.sched.policy import SchedulerSpec
-from quire.sched.queue import lane
+from quire.sched.queue import Lane, lane
 from quire.sched.reference_checks import add_reference_checks, service_totals
 from quire.sched.reservation import most_blocks
 from quire.sched.scheduler import Scheduler
@@ -326,7 +326,8 @@ class CheckRun:
         self._check_overtaking()
 
     def _check_overtaking(self) -> None:
-        """Among requests of one class, tenant and lane, none is admitted before an earlier one that is queued (I14)."""
+        """Among short prompts of one class and tenant, none is admitted before an earlier one that is queued (I14).
+        Of long ones the queue is checked (`sched/reference_checks.py`)."""
         fresh, self._faulty.fresh = self._faulty.fresh, []
         if not fresh:
             return
@@ -343,7 +344,7 @@ class CheckRun:
             request = group.request
             return (request.priority, request.tenant, lane(group.num_uncached, long_prompt), request.deadline_s)
 
-        return key(one) == key(other)
+        return key(one) == key(other) and lane(one.num_uncached, long_prompt) is Lane.SHORT
 
     # Outputs.
 
