@@ -12,8 +12,9 @@ Prompts are in size classes, four to each power of two; within a class the order
 counts the tokens that left before the first of a class from a smaller one and a later place. It grows for all prompts
 of a class alike, so the least room of a class is the top of a heap, and an operation costs time in the number of
 classes and the logarithm of the rest. Proof of the bound: what overtakes a prompt is of a smaller class, since a class
-is in order, and a larger prompt is only chosen if its place is before the first of every smaller class. Its place is
-later than the first place of the prompt's class. So it was compared with the least room of that class, and counted.
+is in order, and since a class whose first lacks room is blocked by an earlier, larger one, which blocks every class
+between them as well and goes before them. Its place is later than the first place of the prompt's class. So it was
+compared with the least room of that class, and counted.
 """
 
 from heapq import heapify, heappop, heappush
@@ -152,11 +153,7 @@ class OvertakingQueue:
             return self.first()
         sizes = [self._sizes[number] for number in sorted(self._sizes)]
         firsts = [size.first() for size in sizes]
-        earliest = firsts[0]
         for index, place in enumerate(firsts):
-            if place > earliest:
-                continue  # it would overtake a shorter one
-            earliest = place
             work = self._waiting[place.order].work
             passed = [sizes[other] for other in range(index + 1, len(sizes)) if firsts[other] < place]
             if not passed or min([size.room for size in passed]) >= work:
