@@ -15,9 +15,13 @@ from quire.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.core.ids import IndexArray
 from quire.core.speculative import DRAFTERS
+from quire.engine import build_draft
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
+from quire.engine.startup import StartupReporter
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.select import KernelChoice
 from quire.runner import draft_model
 from quire.sched.speculation import DraftGovernor
 from tests.llm.drafting import always, on_device
@@ -310,12 +314,71 @@ def test_text_and_tree_draft_before_the_draft_model(tiny_folder: Path, draft_fol
     assert gained in "\n".join(drafting.explain(number).lines())
 
 
+def test_a_draft_model_on_the_device_changes_no_output(
+    tiny_folder: Path, draft_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured passes, with a step in flight, of requests of all kinds beside each other; alone, and where the text
+    and the tree say nothing."""
+    plain = on_device(tiny_folder, monkeypatch)
+    kinds = choices(("greedy", "penalties", "logprobs", "json drawn", "siblings"), tuple(KINDS))
+    params = [SamplingParams(**{"max_tokens": 16} | KINDS[kind]) for kind in kinds]
+    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(len(params))]
+    theirs = plain.generate(prompts, params)
+    for beside in ("", "ngram+tree+"):
+        name = f"{beside}draft:{draft_folder}"
+        drafting = always(on_device(tiny_folder, monkeypatch, speculative=name, run_ahead=1))
+        for _ in range(2):
+            mine = drafting.generate(prompts, params)
+            assert [(o.token_ids, o.text, o.finish_reason) for each in mine for o in each.outputs] == [
+                (o.token_ids, o.text, o.finish_reason) for each in theirs for o in each.outputs
+            ]
+        counters = drafting._built.engine.scheduler.counters
+        drafted, accepted = (
+            dict(zip(DRAFTERS, each, strict=True)) for each in (counters.drafted_by, counters.accepted_by)
+        )
+        assert drafted["draft"] > accepted["draft"] > 0 and accepted["grammar"] > 0
+        assert (accepted["text"] > 0) == bool(beside), "what the text says is drafted first"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_model_that_drafts_for_itself_on_the_device_is_always_right(
+    depth: int, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn. The second time, prompts are found in the prefix tree; a cache for few preempts and swaps."""
+    settings = {"max_model_len": 128, "host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    plain = on_device(tiny_folder, monkeypatch, kv_cache_memory=12 * block_bytes, **settings)
+    name = f"draft:{tiny_folder}"
+    settings |= {"kv_cache_memory": 24 * block_bytes, "run_ahead": depth}
+    drafting = always(on_device(tiny_folder, monkeypatch, speculative=name, **settings))
+    for kind in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **kind)
+        prompts = [text * 2 for text in PROMPTS]
+        for _ in range(2):
+            assert said(drafting.generate(prompts, params)) == said(plain.generate(prompts, params))
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.preemptions > 0 and counters.moved_blocks > 0 and counters.accepted_tokens > 200
+    # With a step in flight, rows that have ended may have drafts.
+    assert counters.drafted_tokens - counters.accepted_tokens <= (60 if depth else 0)
+
+
+def test_a_draft_model_on_a_gpu_needs_kernels_that_can_be_captured(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(tiny_folder), speculative=f"draft:{tiny_folder}", attention_backend="fa3")
+    slow = KernelChoice(TorchCpuKernels(), "synchronises", capturable=False)
+    monkeypatch.setattr(build_draft, "choose_kernels", lambda *args: slow)
+    with pytest.raises(
+        ConfigError, match="attention_backend is fa3, which no CUDA graph can hold: on a GPU"
+    ):
+        build_draft.load_draft(config, open_model(config), torch.float32, torch.device("cuda"), StartupReporter())
+
+
 @pytest.mark.parametrize(
     ("speculative", "settings", "message"),
     [
         ("draft:{other}", {}, "has another tokenizer: token 70 is 'Ǵ' there and 'C' in"),
         ("draft:{missing}", {}, "missing"),
-        ("draft:{same}", {"device": "cuda"}, "draft models run on CPUs only. Use --speculative auto, or --device cpu."),
         ("draft:{same}", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model"),
         ("tree+draft:{same}", {"enable_prefix_caching": False}, "prefix caching is off. Use --speculative draft:"),
         ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, or draft:MODEL or ea"),

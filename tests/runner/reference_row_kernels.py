@@ -25,6 +25,7 @@ def sample_plainly(
     seed, index, top_k, random = table.integers[at, :4].unbind(1)
     highest, tokens = logits.max(dim=-1)
     finite = torch.isfinite(highest) & (rows >= 0)
+    random *= rows >= 0
     if random.any():
         assert stages is SamplingStage.DRAWN, "a row wants a random token, and the others decided for it"
         temperature, top_p, min_p = table.floats[at, :3].unbind(1)

@@ -65,26 +65,26 @@ def test_prompt_lookup_is_that_of_the_host(lines: list[list[int]]) -> None:
     for line, found in zip(lines, propose(drafter, texts_of(*lines), 7), strict=True):
         expected = NgramDrafter().propose(row_start(0, line).row, ids(*line), 7).tolist()
         assert found[: len(expected)] == expected, "the host proposes fewer after a short match"
-        assert len(found) == 7 and set(found) <= {0, 1, 2}
+        assert len(found) == 7 and (set(found) <= {0, 1, 2} or set(found) == {-1})
 
 
 def test_a_long_row_is_searched_in_its_latest_tokens() -> None:
     text = [*range(50, 80), 1, 2, 3, 4, *range(20, 40), 1, 2, 3]
     assert propose(SuffixDrafter(1, WIDTH, CPU, tree=False), texts_of(text), 3) == [[4, 20, 21]]
     text = [1, 2, 3, 4, *range(20, 60), 1, 2, 3]
-    assert propose(SuffixDrafter(1, WIDTH, CPU, tree=False), texts_of(text), 2) == [[3, 3]], "forgotten"
+    assert propose(SuffixDrafter(1, WIDTH, CPU, tree=False), texts_of(text), 2) == [[-1, -1]], "forgotten"
 
 
 def test_the_tree_is_followed_left_and_found_again() -> None:
     drafter = SuffixDrafter(2, WIDTH, CPU)
     drafter.start([row_start(0, [1, 2, 9])._replace(continuation=ids(3, 4, 5, 6, 7, 8)), row_start(1, [1, 2, 9])])
     first, second = propose(drafter, texts_of([1, 2, 9], [1, 2, 9]), 2)
-    assert first == [3, 4] and second == [9, 9], "the second row has no continuation"
+    assert first == [3, 4] and second == [-1, -1], "the second row has no continuation"
     assert propose(drafter, texts_of([1, 2, 9, 3, 4]), 3) == [[5, 6, 7]]
-    assert propose(drafter, texts_of([1, 2, 9, 3, 4, 0]), 2) == [[0, 0]], "the row says something else"
-    assert propose(drafter, texts_of([1, 2, 9, 3, 4, 0, 4, 5, 6]), 3) == [[7, 8, 6]], "and returns; then it ends"
+    assert propose(drafter, texts_of([1, 2, 9, 3, 4, 0]), 2) == [[-1, -1]], "the row says something else"
+    assert propose(drafter, texts_of([1, 2, 9, 3, 4, 0, 4, 5, 6]), 3) == [[7, 8, -1]], "and returns; then it ends"
     drafter.start([row_start(0, [1, 2, 9])])
-    assert propose(drafter, texts_of([1, 2, 9]), 1) == [[9]], "another sequence has the row"
+    assert propose(drafter, texts_of([1, 2, 9]), 1) == [[-1]], "another sequence has the row"
 
 
 def test_a_row_has_a_token_and_its_logprobs_in_each_pass_that_it_reaches() -> None:

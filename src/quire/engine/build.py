@@ -164,7 +164,7 @@ def build(
             model.refresh_norms(weights)
             reporter.done("weights", usage.describe())
     step_times = first_steps(model, stores, runner, choice, reporter)
-    costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft)
+    costs = _costs(model.kv_geometry, weights, DTYPES[dtype].itemsize, resolved, stores, step_times, draft, runner)
     scheduler = _scheduler(config, resolved, costs, step_times, machine, serving, journal)
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     _connect(engine, role, transport, stores, block_layout(name, stores, usage.name, shard.size), runner)
@@ -338,8 +338,12 @@ def _costs(
     stores: KvStores,
     step_times: StepTimes | None,
     draft: BuiltDraft | None,
+    runner: ModelRunner | StageRunner,
 ) -> CostTable:
     """The embedding is looked up, not multiplied by, unless it is the head too."""
+    draft_times = None if draft is None else draft.times
+    if draft is not None and draft_times is None and isinstance(runner, ModelRunner):
+        draft_times = runner.draft_times()
     read_bytes = num_weight_bytes(weights)
     if weights.head is not weights.embedding:
         read_bytes -= weights.embedding.nbytes
@@ -350,7 +354,7 @@ def _costs(
         kv_bytes_per_token=geometry.token_bytes,
         largest_chunk=resolved.max_num_batched_tokens,
         context_per_draft=1.0 if stores.device.device.type == "cpu" else 0.0,
-        draft_times=None if draft is None else draft.times,
+        draft_times=draft_times,
     )
     if resolved.num_host_blocks:
         all_stores = [stores] if draft is None else [stores, *draft.config.all_stores]

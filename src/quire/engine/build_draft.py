@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from quire.config import EngineConfig
+from quire.core.errors import ConfigError
 from quire.core.speculative import parse_sources
 from quire.engine.build_runner import allocate_weights, choose_kernels, kv_token_bytes, make_stores, weight_usage
-from quire.engine.open_model import OpenedModel, draft_on_gpu_refused
+from quire.engine.open_model import OpenedModel, head_on_gpu_refused
 from quire.engine.resolved_config import ResolvedConfig
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint
@@ -68,7 +69,7 @@ class BuiltDraft:
 
     config: DraftModelConfig
     weight_bytes: int
-    times: StepTimes
+    times: StepTimes | None  # None on a GPU, where its captured passes are timed
 
 
 def load_draft(
@@ -77,16 +78,22 @@ def load_draft(
     """None if the settings name no draft model. Its weights are quantized as those of the model."""
     if parse_sources(config.speculative).model is None:
         return None
-    if device.type != "cpu":
-        raise draft_on_gpu_refused(config.speculative)
     assert opened.draft is not None, "the model was opened without its draft model"
     quiet = StartupReporter(loading=reporter.loading)
     if isinstance(opened.draft, EagleCheckpoint):
+        if device.type != "cpu":
+            raise head_on_gpu_refused(config.speculative)
         choice = choose_kernels(config, opened.draft.spec.layer, dtype, device, quiet)
         return LoadedHead(
             opened.draft, choice, load_eagle_weights(opened.draft, dtype, device, reporter.loading), dtype
         )
     choice = choose_kernels(config, opened.draft.spec, dtype, device, quiet)
+    if device.type != "cpu" and not choice.capturable:
+        raise ConfigError(
+            f"speculative is {config.speculative}, and attention_backend is {config.attention_backend}, which no CUDA "
+            f"graph can hold: on a GPU, a draft model runs in CUDA graphs. Omit --attention-backend.",
+            param="attention_backend",
+        )
     weights = allocate_weights(config, opened.draft, dtype, device, quiet, choice).filled()
     return LoadedDraft(opened.draft, choice, weights, dtype)
 
@@ -107,10 +114,13 @@ def build_draft(
     spec = loaded.checkpoint.spec
     model = Decoder(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len)
     stores = make_stores(model, resolved, loaded.choice, device)
-    warm_up(model, stores)
-    times = time_steps(model, stores, time.monotonic)
-    usage = weight_usage(config, loaded.checkpoint, model, loaded.weights, loaded.dtype)
-    reporter.done("draft model", f"{usage.describe()} · one row {1e3 * times.decode_s:.2f} ms")
+    usage, times = weight_usage(config, loaded.checkpoint, model, loaded.weights, loaded.dtype), None
+    timed = "its passes are captured with the steps"
+    if device.type == "cpu":
+        warm_up(model, stores)
+        times = time_steps(model, stores, time.monotonic)
+        timed = f"one row {1e3 * times.decode_s:.2f} ms"
+    reporter.done("draft model", f"{usage.describe()} · {timed}")
     return BuiltDraft(DraftModelConfig(model, stores, spec.max_positions, target.vocab_size), usage.num_bytes, times)
 
 

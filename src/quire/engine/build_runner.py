@@ -208,28 +208,30 @@ def make_runner(
         kept_bytes=max(resolved.workspace_bytes - GIB, 0),
         capture_graphs=choice.capturable,
         drafters=drafters_of(resolved.drafters) if on_host else (),
-        draft_model=draft_model,
-        device_drafts=_device_drafts(resolved, choice, stores.device.device, planted=planted),
+        draft_model=draft_model if on_host else None,
+        device_drafts=_device_drafts(resolved, choice, stores.device.device, draft_model, planted=planted),
         least=None if group is None else group.least,
     )
 
 
 def _device_drafts(
-    resolved: ResolvedConfig, choice: KernelChoice, device: torch.device, *, planted: bool
+    resolved: ResolvedConfig,
+    choice: KernelChoice,
+    device: torch.device,
+    model: DraftModelConfig | None,
+    *,
+    planted: bool,
 ) -> DraftConfig | None:
     """Drafts that are proposed and verified on a GPU, where steps are captured."""
     if not resolved.drafters or choice.draft_kernels is None or not choice.capturable:
         return None
-    drafter = SuffixDrafter(
-        resolved.max_num_seqs,
-        resolved.max_model_len,
-        device,
-        ngram="ngram" in resolved.drafters or "tree" not in resolved.drafters,
-        tree="tree" in resolved.drafters,
-        kernels=choice.draft_kernels,
-    )
+    tree, drafter = "tree" in resolved.drafters, None
+    ngram = "ngram" in resolved.drafters or not (tree or model)
+    if ngram or tree:
+        sizes = (resolved.max_num_seqs, resolved.max_model_len)
+        drafter = SuffixDrafter(*sizes, device, ngram=ngram, tree=tree, kernels=choice.draft_kernels)
     chance = torch.zeros((), dtype=torch.int64, device=device) if planted else None
-    return DraftConfig(drafter, choice.draft_kernels, chance)
+    return DraftConfig(drafter, choice.draft_kernels, chance, model)
 
 
 def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> str:

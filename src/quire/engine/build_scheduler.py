@@ -146,7 +146,8 @@ def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy
         return SpeculationPolicy()
     if not captured:
         return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
-    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=True)
+    reads_text = "draft" not in drafters  # what a draft model says is not known before it is asked
+    return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=reads_text)
 
 
 def make_scheduler(

@@ -78,8 +78,8 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
     _, wanted, kind = parse_sources(config.speculative)
     if wanted is None:
         return None
-    if config.device == "cuda":
-        raise draft_on_gpu_refused(config.speculative)
+    if config.device == "cuda" and kind == "eagle":
+        raise head_on_gpu_refused(config.speculative)
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"speculative is {config.speculative}, and tensor_parallel_size is {config.tensor_parallel_size}: a draft "
@@ -119,11 +119,10 @@ def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching:
     return open_eagle_head(located.path, opened.checkpoint.spec, opened.name)
 
 
-def draft_on_gpu_refused(speculative: str) -> ConfigError:
-    what = "EAGLE heads" if parse_sources(speculative).kind == "eagle" else "draft models"
+def head_on_gpu_refused(speculative: str) -> ConfigError:
     return ConfigError(
-        f"speculative is {speculative}, and the device is a GPU: so far, {what} run on CPUs only. Use "
-        f"--speculative auto, or --device cpu.",
+        f"speculative is {speculative}, and the device is a GPU: so far, EAGLE heads run on CPUs only. Use "
+        f"--speculative auto or --speculative draft:MODEL, or --device cpu.",
         param="speculative",
     )
 

@@ -120,11 +120,12 @@ class TorchOracleRunner:
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         on_host = where.type == "cpu" and row_kernels is None
         draft_model = None
-        if on_host and draft_wrong_of is not None:
+        if draft_wrong_of is not None:
             drafter = DraftOracle(vocab_size, self._index_of_block, draft_wrong_of)
             drafts = new_store(drafter.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
             draft_model = DraftModelConfig(drafter, drafts, max_length, vocab_size)
-        on_device = DraftConfig(PlantedDeviceDrafter(vocab_size, max_rows, where), draft_kernels)
+        planted = PlantedDeviceDrafter(vocab_size, max_rows, where) if draft_model is None else None
+        on_device = DraftConfig(planted, draft_kernels, model=draft_model)
         self._runner = ModelRunner(
             model,
             self._stores,
@@ -133,7 +134,7 @@ class TorchOracleRunner:
             row_kernels=row_kernels,
             max_step_tokens=16,
             drafters=[PlantedDrafter(vocab_size)] if on_host and draft_model is None else [],
-            draft_model=draft_model,
+            draft_model=draft_model if on_host else None,
             device_drafts=None if row_kernels is None else on_device,
         )
         while not self._runner.prepared:
@@ -198,7 +199,7 @@ def torch_oracle(
     wrap: Callable[[OracleModel], Model] = lambda model: model,
     draft_wrong_of: int | None = None,
 ) -> TorchOracleRunner:
-    """Where drafts are proposed on the host, those of every second scenario come from a draft model."""
+    """The drafts of every second scenario come from a draft model."""
     if draft_wrong_of is None and scenario.num_requests % 2:
         draft_wrong_of = _DRAFT_WRONG_OF
     return TorchOracleRunner(

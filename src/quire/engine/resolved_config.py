@@ -94,13 +94,14 @@ def resolve(
     if drafters:
         reasons["speculative"] = "you"
     run_ahead = 1 if on_gpu else config.pipeline_parallel_size - 1  # a step in every stage
+    longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
     workspace = _workspace_bytes(spec, rows, budget, drafts=bool(drafters)) if on_gpu else 0
+    if on_gpu and "draft" in drafters:  # logits of its passes, and all tokens of each row
+        workspace += 4 * rows * (spec.vocab_size + longest)
     if on_gpu:
         share = _gpu_share(config, machine, workspace)
     else:
-        longest_few = _CPU_LONGEST * min(spec.max_positions, config.max_model_len or spec.max_positions)
-        share = min(machine.free_bytes // 4, max(GIB, min(longest_few * kv_bytes_per_token, 4 * GIB)))
-    longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
+        share = min(machine.free_bytes // 4, max(GIB, min(_CPU_LONGEST * longest * kv_bytes_per_token, 4 * GIB)))
     blocks_each = -(-longest // config.block_size)
     most_useful = rows * blocks_each * config.block_size * kv_bytes_per_token
     kv_bytes = _pick(

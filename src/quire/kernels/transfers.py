@@ -69,6 +69,11 @@ class HostCopy:
     def __len__(self) -> int:
         return len(self._host)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
+
     def wait(self) -> NDArray[Any]:
         """As numpy, of the tensor's type."""
         if self._event is not None:

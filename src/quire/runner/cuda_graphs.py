@@ -258,6 +258,11 @@ class GraphedSteps:
         self._inputs = torch.zeros(max(map(_num_inputs, shapes)), dtype=torch.int64, device=device)
 
     @property
+    def capturer(self) -> GraphCapturer:
+        """For more graphs in the same memory."""
+        return self._capturer
+
+    @property
     def complete(self) -> bool:
         return not self._missing and not self.lacks_sampling
 

@@ -1,9 +1,9 @@
 """Drafts on the device: the tokens of every row, drafters that read them there, and steps that verify their drafts.
 
 For runners with steps in flight, where only the device knows a row's latest tokens. The host decides how many drafts a
-row has; the device always computes that many, and where a drafter finds nothing it proposes any token: a wrong draft
+row has; the device always computes that many, and where a drafter finds nothing it takes any token: a wrong draft
 costs the same as none. So the layout of a step is known when it is launched, and a captured graph serves every step
-with as many rows and drafts. See `drafters` for what the drafters do.
+with as many rows and drafts. See `drafters` for what the drafters do, and `device_draft_model` for a model that drafts.
 """
 
 from collections.abc import Sequence as Many
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.speculative import DRAFTERS
-from quire.core.step import Drafts, ForcedTokens, Masks, RowStart, StepResult
+from quire.core.step import Drafts, ForcedTokens, Masks, RowStart, StepPlan, StepResult
 from quire.kernels.draft_interface import (
     LENGTH_SHIFT,
     MAX_NGRAM,
@@ -27,20 +27,24 @@ from quire.kernels.draft_interface import (
     VerifyInputs,
 )
 from quire.kernels.interface import StepLayout
-from quire.kernels.row_interface import EndColumns, Sampled
+from quire.kernels.row_interface import EndColumns, RowKernels, Sampled
 from quire.kernels.transfers import HostCopy, upload, upload_integers
+from quire.runner.cuda_graphs import GraphCapturer
+from quire.runner.device_draft_model import MOST_DRAFTS, DeviceDraftModel
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.drafters import Drafted
 from quire.runner.graph_shapes import MAX_QUERIES
 from quire.runner.row_table import RowTable
 from quire.runner.verification import join_passes, step_result
 from quire.sampling.logprobs import LineScores
+from quire.sampling.sampler import Sampler
 
 MAX_HISTORY = 16_384  # tokens of a row that prompt lookup searches: 64 KiB
 MAX_CONTINUATION = 4096  # tokens of the tree's continuation that a row keeps
 _UNKNOWN: IntArray = np.empty(0, dtype=np.int32)
 _END_MASK = (1 << LENGTH_SHIFT) - 1
 _NO_TOKEN = -1
-_MOST = MAX_QUERIES - 1  # drafts of a row
+_MOST = MOST_DRAFTS
 _FORCED_WIDTH = 4 * MAX_QUERIES  # tokens of a forced text that are uploaded; a row is a step behind its start at most
 
 
@@ -65,7 +69,7 @@ class DeviceDrafter(Protocol):
         """Rows start: upload what they are to be drafted from."""
 
     def propose(self, texts: RowHistory, count: int) -> Tensor:
-        """[n, count] int64: tokens that may follow, any where it knows none."""
+        """[n, count] int64: tokens that may follow; -1 where it knows none."""
 
 
 class SuffixDrafter:
@@ -109,7 +113,7 @@ class SuffixDrafter:
 
     def propose(self, texts: RowHistory, count: int) -> Tensor:
         tails, numbers = texts.tails(MAX_NGRAM), torch.arange(count, device=texts.rows.device)
-        proposed = tails[:, :1].expand(-1, count)
+        proposed = torch.full_like(tails, _NO_TOKEN)[:, :1].expand(-1, count)
         if self._ngram:
             width = texts.history.shape[1]
             ends = texts.lengths - 1
@@ -143,26 +147,37 @@ def write_lines(table: Tensor, lines: dict[int, tuple[int, IntArray]]) -> None:
 class DraftConfig(NamedTuple):
     """How drafts are made and verified."""
 
-    drafter: DeviceDrafter
+    drafter: DeviceDrafter | None  # None: only a model drafts
     kernels: DraftKernels = REFERENCE_DRAFT_KERNELS
     planted: Tensor | None = None  # for measurements: see `VerifyRows`
+    model: DraftModelConfig | None = None  # drafts where the drafter knows nothing
 
 
 class DeviceDrafting:
-    """The token history of all rows, and the drafter that reads it."""
+    """The token history of all rows, the drafter that reads it, and the drafts of a draft model."""
 
     def __init__(self, table: RowTable, max_length: int, setup: DraftConfig, max_lines: int) -> None:
         """`max_lines`: of a verifying step."""
-        width = min(max_length, MAX_HISTORY)
+        width = max_length if setup.model is not None else min(max_length, MAX_HISTORY)  # a model reads all of it
         table.history = torch.zeros(len(table.lengths), width, dtype=torch.int32, device=table.device)
         self._history = table.history
         self._table = table
-        self._drafter, self._kernels, self._planted = setup
+        self._drafter, self._kernels, self._planted, _ = setup
+        self._model: DeviceDraftModel | None = None
         # Inputs of the lines of the last step: a captured model leaves them here for captured verification.
         self._tokens = torch.zeros(max_lines, dtype=torch.int64, device=table.device)
         # Drafts that were made before the step, by row; -1: not. A captured model reads them here.
         self._made = torch.full((len(table.lengths), _MOST), _NO_TOKEN, dtype=torch.int64, device=table.device)
         self._any_made = False
+
+    def add_model(
+        self, config: DraftModelConfig, sampler: Sampler, row_kernels: RowKernels, capturer: GraphCapturer
+    ) -> DeviceDraftModel:
+        """A draft model makes the drafts of all rows that are under no grammar, before the step."""
+        find = None if self._drafter is None else self._found
+        facts = (sampler, self._kernels, row_kernels, capturer, self._made, find)
+        self._model = DeviceDraftModel(config, self._table, *facts)
+        return self._model
 
     def plant_acceptance(self, chance: float) -> None:
         """For measurements: any draft is accepted with this probability, whatever it is."""
@@ -173,12 +188,35 @@ class DeviceDrafting:
         """Rows start with their known tokens."""
         if starts:
             write_lines(self._history, {start.row: (0, start.tokens) for start in starts})
-            self._drafter.start(starts)
+            if self._drafter is not None:
+                self._drafter.start(starts)
+
+    def choose(self, plan: StepPlan) -> Drafted | None:
+        """The drafts of a plan that its step computes; None: none. A draft model makes them now."""
+        drafted = drafts_computed(plan.drafts, plan.forced)
+        if self._model is None:
+            return drafted
+        free = ~np.isin(drafted.rows, plan.masked)
+        counts, sources = drafted.counts.copy(), drafted.sources.copy()
+        counts[free] = self._model.draft(drafted.rows[free], counts[free])
+        sources[free] = DRAFTERS.index(self._model.source)
+        kept = counts > 0
+        if not kept.any():
+            return None
+        rows = drafted.rows[kept]
+        by_text = None if self._drafter is None else self._model.by_text(rows).wait
+        return Drafted(rows, counts[kept], _UNKNOWN, sources[kept], by_text)
+
+    def _found(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """[n, most] int64: what the drafter proposes; -1 where it knows none."""
+        if self._drafter is None:
+            return torch.full_like(rows, _NO_TOKEN)[:, None].expand(-1, _MOST)
+        return self._drafter.propose(RowHistory(rows, lengths, self._history), _MOST)
 
     def make(self, drafted: Drafted, rows: Many[Row], forced: Many[ForcedTokens]) -> "MaskedDrafts | None":
         """Draft for those of these rows that have drafts, before the step: the host asks what they are while the device
         computes it. What a grammar forces comes first. Call for every step with drafts."""
-        if self._any_made:
+        if self._any_made and self._model is None:  # a model has made those of all other rows
             self._made.fill_(_NO_TOKEN)
         at = np.flatnonzero(np.isin(drafted.rows, rows))
         self._any_made = bool(len(at))
@@ -187,8 +225,8 @@ class DeviceDrafting:
         host_rows = drafted.rows[at]
         (device_rows,) = upload_integers(self._table.device, host_rows)
         lengths = self._table.lengths[device_rows]
-        drafts = self._drafter.propose(RowHistory(device_rows, lengths, self._history), _MOST)
-        drafts = self._forced(host_rows, lengths, forced, drafts)
+        drafts = self._forced(host_rows, lengths, forced, self._found(device_rows, lengths))
+        drafts = self._whole(device_rows, drafts)
         self._made[device_rows] = drafts
         return MaskedDrafts(host_rows, drafted.counts[at], HostCopy(drafts))
 
@@ -216,21 +254,27 @@ class DeviceDrafting:
     def inputs(self, rows: Tensor, starts: Tensor, num_lines: int, queries: int) -> "VerifyBatch":
         """Draft, and lay out a step with the rows' last tokens and drafts. Captured."""
         table = self._table
-        texts = RowHistory(rows, table.lengths[rows], self._history)
-        drafts, made = self._drafter.propose(texts, queries - 1), self._made[rows, : queries - 1]
-        drafts = torch.where(made >= 0, made, drafts)
-        found = self._kernels.verify_inputs(rows, starts, drafts, table.columns, table.block_size, num_lines)
-        self._tokens[:num_lines].copy_(found.tokens)
+        drafts = self._made[rows, : queries - 1]
+        if self._model is None and self._drafter is not None:
+            found = self._drafter.propose(RowHistory(rows, table.lengths[rows], self._history), queries - 1)
+            drafts = torch.where(drafts >= 0, drafts, found)
+        drafts = self._whole(rows, drafts)
+        inputs = self._kernels.verify_inputs(rows, starts, drafts, table.columns, table.block_size, num_lines)
+        self._tokens[:num_lines].copy_(inputs.tokens)
         layout = StepLayout(
-            positions=found.positions,
-            slots=found.slots,
-            tables=found.tables,
-            query_starts=found.query_starts,
-            context_lengths=found.context_lengths,
-            max_lengths=found.max_lengths,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            tables=inputs.tables,
+            query_starts=inputs.query_starts,
+            context_lengths=inputs.context_lengths,
+            max_lengths=inputs.max_lengths,
             max_queries=queries,
         )
-        return VerifyBatch(found, layout)
+        return VerifyBatch(inputs, layout)
+
+    def _whole(self, rows: Tensor, drafts: Tensor) -> Tensor:
+        """The drafts of these rows, with their last tokens where nothing is known."""
+        return torch.where(drafts >= 0, drafts, self._table.last_tokens[rows][:, None])
 
     def tokens(self, num_lines: int) -> Tensor:
         """[lines] int64: inputs of the lines of the last step."""

@@ -12,7 +12,7 @@ A wrong draft costs time and never changes an output. Host side, numpy: for runn
 returns, and so know every token when the next is launched. Does not depend on torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -150,6 +150,17 @@ class Drafted(NamedTuple):
     counts: NDArray[np.int64]  # [n]
     tokens: IntArray  # [sum of counts]
     sources: IntArray  # [n]: of the drafts, by place in `DRAFTERS`
+    # [n]: whether a row's drafts are from its text and not by a draft model, where only the device knows; once they are
+    # verified.
+    by_text: Callable[[], NDArray[np.bool_]] | None = None
+
+    @property
+    def final_sources(self) -> IntArray:
+        """`sources`, once the drafts are verified."""
+        if self.by_text is None:
+            return self.sources
+        from_model = self.sources == DRAFTERS.index("draft")
+        return np.where(from_model & self.by_text(), DRAFTERS.index("text"), self.sources).astype(np.int32)
 
     def of_rows(self, rows: Iterable[Row]) -> dict[Row, IntArray]:
         """The drafts of those of these rows that have any."""

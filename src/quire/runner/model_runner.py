@@ -38,13 +38,13 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, Least, StepTimes, shape_of
+from quire.runner.device_draft_model import DeviceDraftModel
 from quire.runner.device_drafting import (
     DeviceDrafting,
     DraftConfig,
     MaskedDrafts,
     VerifiedRows,
     counts_of,
-    drafts_computed,
     drafts_with_masks,
 )
 from quire.runner.draft_features import DraftFeatures
@@ -94,8 +94,9 @@ class ModelRunner:
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, row_kernels, draw_tokens)
-        self._draft_model = None if draft_model is None else DraftModel(draft_model, self._rows, self._sampler)
-        self._drafting = Drafting(max_rows, drafters, self._draft_model) if on_host else None
+        host_model = None if draft_model is None else DraftModel(draft_model, self._rows, self._sampler)
+        self._draft_model: DraftModel | DeviceDraftModel | None = host_model
+        self._drafting = Drafting(max_rows, drafters, host_model) if on_host else None
         self._pools = Pools()
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
@@ -117,7 +118,10 @@ class ModelRunner:
             self._logits = LogitsBuffer.allocate(num_lines, model.vocab_size, device)
             self._graphs = self._graphed(shapes, capture_share, kept_bytes, least)
             if device_drafts is not None:
-                self._device_drafting = DeviceDrafting(self._rows, max_length, device_drafts, num_lines)
+                self._device_drafting = drafting = DeviceDrafting(self._rows, max_length, device_drafts, num_lines)
+                if device_drafts.model is not None:
+                    facts = (device_drafts.model, self._sampler, row_kernels, self._graphs.capturer)
+                    self._draft_model = drafting.add_model(*facts)
         self._ends = self._sampler.end_columns.end_ids
         self._greedy_step: GreedyStep | None = None  # the step before, if it was one
         self.launches = LaunchCounts() if self._graphs is None else self._graphs.counts
@@ -179,6 +183,8 @@ class ModelRunner:
         try:
             self._graphs.dry_run(self._representative)
             self._sampler.dry_run(self._logits.logits[:1])
+            if isinstance(self._draft_model, DeviceDraftModel):
+                self._draft_model.dry_run({shape.rows for shape in self._representative if shape.drafts})
         finally:
             self._model = whole
 
@@ -188,6 +194,8 @@ class ModelRunner:
         self._logits.emitting.fill_(PADDING)  # a capture may run: no row may be sampled a second time
         try:
             self._graphs.capture(shape)
+            if shape is not None and shape.drafts and isinstance(self._draft_model, DeviceDraftModel):
+                self._draft_model.capture(shape.rows)
         except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
             _log.warning("no more CUDA graphs are captured: %s", error)
             self._graphs.stop_capturing()
@@ -197,6 +205,12 @@ class ModelRunner:
     def step_times(self) -> StepTimes | None:
         """Times of captured steps; None if too few are captured. Call between steps."""
         return None if self._graphs is None else self._graphs.step_times()
+
+    @torch.inference_mode()
+    def draft_times(self) -> StepTimes | None:
+        """Times of captured passes of a draft model; None: it has none. Call between steps."""
+        model = self._draft_model
+        return model.pass_times(self.device) if isinstance(model, DeviceDraftModel) else None
 
     def launch(self, plan: StepPlan) -> PendingStep | ComputedStep:
         again = self._repeat(plan)
@@ -378,7 +392,9 @@ class ModelRunner:
         if not len(plan.drafts) or plan.chunks:
             return None
         self._trip(FaultSite.FORWARD)
-        drafted = drafts_computed(plan.drafts, plan.forced)
+        drafted = self._device_drafting.choose(plan)
+        if drafted is None:
+            return None
         lines = DraftedLines.of(decoding, counts_of(decoding, drafted))
         made = self._device_drafting.make(drafted, plan.masked, plan.forced)
         shape = self._graphs.verify(decoding, lines.counts)

@@ -51,6 +51,11 @@ class RowTable:
     def state(self) -> RowState:
         return RowState(self.last_tokens, self.lengths, self.alive, self.history)
 
+    @property
+    def latest(self) -> IntArray:
+        """The rows that decode in the step that was applied last."""
+        return self._latest
+
     def repeat(self, plan: StepPlan) -> IntArray | None:
         """`apply` where the rows of the step before decode again, the same array; None: the plan has to be applied."""
         if not self._repeats_left or not plan.repeats:

@@ -103,7 +103,7 @@ def verified(drafts: Drafts, drafted: Drafted | None, result: StepResult) -> Ver
     num_drafted, num_gained = np.zeros(most, dtype=np.int32), np.zeros(most, dtype=np.int32)
     num_drafted[drafted.rows] = drafted.counts
     sources = np.zeros(most, dtype=np.int32)
-    sources[drafted.rows] = drafted.sources
+    sources[drafted.rows] = drafted.final_sources
     for rows, _ in list(result.each_pass())[1:]:
         num_gained[rows] += 1
     return Verified(drafts.rows, num_drafted[drafts.rows], num_gained[drafts.rows], sources[drafts.rows])
