@@ -91,6 +91,14 @@ def test_the_command_plots_planted_drafts(quire: Shell, steps_of_a_gpu: None, tm
     assert file.read_text().count("<polyline") == 4 and "100%, governor" in file.read_text()
 
 
+def test_a_draft_model_takes_its_time_beside_planted_drafts(quire: Shell, steps_of_a_gpu: None) -> None:
+    line = "bench speculation --model tiny --load-format dummy --speculative draft:tiny --planted 1 --device cpu --json"
+    result = quire(*line.split(), "--requests", "2", "--tokens", "8", "--input", "40", "--repeats", "1")
+    assert result.status == 0, result.err
+    figure = json.loads(result.out)
+    assert figure["chance"] == 1.0 and figure["settings"]["drafters"] == ["draft"]
+
+
 @pytest.mark.parametrize("sampling", ["penalties", "logprobs"])
 def test_planted_drafts_of_requests_that_ask_for_more(quire: Shell, steps_of_a_gpu: None, sampling: str) -> None:
     line = f"bench speculation --model tiny --load-format dummy --planted 1 --sampling {sampling} --device cpu --json"

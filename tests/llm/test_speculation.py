@@ -368,9 +368,7 @@ def test_a_draft_model_on_a_gpu_needs_kernels_that_can_be_captured(
     config = EngineConfig(str(tiny_folder), speculative=f"draft:{tiny_folder}", attention_backend="fa3")
     slow = KernelChoice(TorchCpuKernels(), "synchronises", capturable=False)
     monkeypatch.setattr(build_draft, "choose_kernels", lambda *args: slow)
-    with pytest.raises(
-        ConfigError, match="attention_backend is fa3, which no CUDA graph can hold: on a GPU"
-    ):
+    with pytest.raises(ConfigError, match="attention_backend is fa3, which no CUDA graph can hold: on a GPU"):
         build_draft.load_draft(config, open_model(config), torch.float32, torch.device("cuda"), StartupReporter())
 
 

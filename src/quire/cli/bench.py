@@ -26,6 +26,7 @@ from quire.cli.options import (
 )
 from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
+from quire.core.speculative import parse_sources
 
 if TYPE_CHECKING:
     from quire.bench.service_levels import ServiceLevel
@@ -264,7 +265,7 @@ def steps(model: str | None, steps: tuple[RaggedStep, ...], as_json: bool, **giv
               help="As of quire serve; off: two engines without, which shows how exact the ratios are.")  # fmt: skip
 @click.option("--planted", "chances", callback=_probabilities, metavar="P,P,…",
               help="On a GPU, instead of tasks: any draft is accepted with this probability; with the governor and "
-              "without.")  # fmt: skip
+              "without; drafted by prompt lookup, or by the draft model of --speculative draft:MODEL.")  # fmt: skip
 @click.option("--drafts", "num_drafts", type=click.IntRange(1, 7), default=4, show_default=True,
               help="With --planted: of a request in a step, at most.")  # fmt: skip
 @click.option("--input", "num_input", type=click.IntRange(1), default=512, show_default=True,
@@ -298,7 +299,9 @@ def speculation(
     chosen: dict[str, object] = {"device": device or "cpu", "threads": threads, "load_format": load_format,
                                  "speculative": given["speculative"]}  # fmt: skip
     if chances:
-        chosen |= {"device": device or "cuda", "speculative": "ngram", "max_num_seqs": max(sizes),
+        drafts = str(given["speculative"])  # planted drafts come from anywhere; a draft model takes its time
+        chosen |= {"device": device or "cuda", "max_num_seqs": max(sizes),
+                   "speculative": "ngram" if parse_sources(drafts).model is None else drafts,
                    "max_model_len": num_input + num_output}  # fmt: skip
     opened = open_named(model, chosen)
     with loading_status():

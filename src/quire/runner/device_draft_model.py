@@ -41,7 +41,8 @@ from quire.sampling.sampler import Sampler
 MOST_DRAFTS = MAX_QUERIES - 1  # of a row in a step
 _UNKNOWN = -1  # in the place of a draft
 _WINDOW = 2  # positions of a row that the first pass computes
-_DRY_PIECES = (1, 8, 64, MAX_CATCH_UP)  # tokens of pieces that together launch the kernels of all others
+# Rows, and tokens of each, of pieces that together launch the kernels of most others.
+_DRY_PIECES = ((1, 1), (1, 8), (1, 64), (4, 16), (16, 32), (1, MAX_CATCH_UP))
 
 # What the text of some rows says, by rows and lengths, each [n] int64. [n, MOST_DRAFTS] int64: -1 where it is unknown.
 FindDrafts = Callable[[Tensor, Tensor], Tensor]
@@ -285,8 +286,8 @@ class DeviceDraftModel:
             self._place(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
             for is_first, num_rows, stage in product((True, False), sizes, SamplingStage):
                 self._work(is_first, num_rows, stage)()
-            for length in _DRY_PIECES:
-                self._catch_up(np.array([self._table.padding_row]), np.array([length]))
+            for num_rows, length in _DRY_PIECES:
+                self._catch_up(np.full(num_rows, self._table.padding_row), np.full(num_rows, length))
         finally:
             self._model = whole
 
