@@ -20,6 +20,7 @@ from quire.config import (
 )
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
+from quire.engine import build_scheduler
 from quire.engine.resolved_config import GIB, MachineInfo, resolve, resolve_dtype
 from quire.sched import policy
 from quire.sched.reservation import Overcommit
@@ -335,3 +336,17 @@ def test_drafters_are_those_asked_for() -> None:
     assert resolved(speculative="ngram").drafters == ("ngram",)
     assert resolved(speculative="auto").drafters == resolved(speculative="ngram+tree").drafters == ("ngram", "tree")
     assert resolved(GPU, speculative="auto").drafters == ("ngram", "tree")
+
+
+def test_drafts_of_a_model_on_a_gpu_are_not_judged_by_what_the_text_says() -> None:
+    """No token tells what the draft model would have drafted."""
+    for drafters, in_hindsight in ((("ngram", "tree"), True), (("draft",), False), (("ngram", "draft"), False)):
+        policy = build_scheduler._speculation(drafters, captured=True)
+        assert (policy.hindsight, policy.max_drafts, policy.max_verified) == (in_hindsight, 7, 512)
+
+
+def test_a_draft_model_on_a_gpu_takes_workspace() -> None:
+    """Logits of its passes, and all tokens of every row."""
+    plain, drafting = (resolved(GPU, speculative=each) for each in ("ngram", "ngram+draft:x"))
+    each = SPEC.vocab_size + min(SPEC.max_positions, plain.max_model_len)
+    assert drafting.workspace_bytes - plain.workspace_bytes == 4 * plain.max_num_seqs * each

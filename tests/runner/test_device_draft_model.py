@@ -1,19 +1,24 @@
 """A draft model whose passes are captured, behind the real runner, with integers: what it computes and when, that its
 blocks are never stale, and that no step waits for what only the device knows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Masks, Pending, StepPlan, StepResult
+from quire.core.oracle import continuation
+from quire.core.speculative import DRAFTERS
+from quire.core.step import Masks, Pending, RowStart, StepPlan, StepResult
 from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
 from quire.kernels.transfers import HostCopy
 from quire.models.oracle import OracleModel
 from quire.runner import device_draft_model
 from quire.runner.device_draft_model import DeviceDraftModel
-from quire.runner.device_drafting import DraftConfig
+from quire.runner.device_drafting import DraftConfig, RowHistory
 from quire.runner.draft_model import DraftModelConfig
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -31,7 +36,9 @@ ROWS = 4
 class Driven(on_host.Driven):
     """A runner whose draft model drafts in captured passes, step by step."""
 
-    def __init__(self, wrong_of: int = 0, *, max_positions: int = 99, vocab_size: int = VOCAB) -> None:
+    def __init__(
+        self, wrong_of: int = 0, *, max_positions: int = 99, vocab_size: int = VOCAB, text: "Text | None" = None
+    ) -> None:
         model, self.draft = OracleModel(VOCAB), Recording(wrong_of, vocab_size)
         stores = [new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, CPU, num_host_blocks=4) for _ in range(2)]
         for store in stores:
@@ -39,11 +46,29 @@ class Driven(on_host.Driven):
         config = DraftModelConfig(self.draft, stores[1], max_positions, VOCAB)
         self.runner = ModelRunner(
             model, stores[0], max_rows=ROWS, max_length=60, row_kernels=REFERENCE_ROW_KERNELS, max_step_tokens=16,
-            device_drafts=DraftConfig(None, model=config),
+            device_drafts=DraftConfig(text, model=config),
         )  # fmt: skip
         while not self.runner.prepared:
             self.runner.prepare()
         self.step = 0
+
+
+def first_token(prompt: list[int]) -> int:
+    return next(continuation(np.array(prompt, dtype=np.int32), VOCAB, 0))
+
+
+@dataclass
+class Text:
+    """What row 0 says at its positions, as a drafter knows it; -1 where it knows none."""
+
+    tokens: list[int]
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        pass
+
+    def propose(self, texts: RowHistory, count: int) -> Tensor:
+        at = texts.lengths[:, None] + torch.arange(count)
+        return torch.tensor([*self.tokens, *[-1] * 60])[at.clamp(max=59)]
 
 
 def test_it_computes_the_prompt_with_the_first_drafts_and_then_two_positions() -> None:
@@ -121,10 +146,10 @@ def test_a_block_that_is_given_out_again_is_empty() -> None:
     driven.run(releases=(Row(0),), starts=(row_start(1, PROMPT[:3]),), grants=grants({1: [9]}),
                chunks=(sample(1, 0, 3),))  # fmt: skip
     said = [driven.run(num_decoding=1, **({"grants": grants({1: [3]})} if number == 0 else {})) for number in range(4)]
-    known = [*PROMPT[:3], 36, *(int(result.tokens[0]) for result in said)]
+    known = [*PROMPT[:3], first_token(PROMPT[:3]), *(int(result.tokens[0]) for result in said)]
     starts, given = (row_start(2, known, 40),), grants({2: [9, 3, 30, 31]})
     driven.run(starts=starts, grants=given, chunks=(sample(2, 7, 8),), num_decoding=1)
-    driven.run(drafts={2: 2}, num_decoding=2)
+    assert verified(driven.run(drafts={2: 2}, num_decoding=2)) == [(2, 2)]
     assert driven.draft.passes[0] == list(range(7)), "neither block was computed for what it holds now"
 
 
@@ -140,6 +165,37 @@ def test_long_texts_are_caught_up_in_several_steps(monkeypatch: pytest.MonkeyPat
     driven.begin(1, range(20, 30), num_decoding=1)
     both = driven.run(drafts={0: 1, 1: 2}, num_decoding=2)
     assert verified(both) == [(1, 1), (0, 0)]
+
+
+def test_what_the_text_says_is_drafted_first_and_the_model_goes_on_behind_it() -> None:
+    plain = Driven()
+    plain.begin()
+    said = [int(plain.run(num_decoding=1).tokens[0]) for _ in range(12)]
+    right = [*[-1] * (len(PROMPT) + 1), *said]
+    wrong = [*right[:7], (right[7] + 1) % VOCAB]
+    sources, results = [], []
+    for wrong_of, text in ((1, right[:9]), (0, right[:9]), (0, wrong), (1, right[:7])):
+        driven = Driven(wrong_of, text=Text(text))
+        driven.begin()
+        result = driven.run(drafts={0: 4}, num_decoding=1)
+        results += verified(result)
+        sources += [DRAFTERS[source] for source in result.verified.sources]
+        assert result.tokens.tolist() == said[: len(result.tokens)]
+    assert results == [(4, 2), (4, 4), (4, 0), (4, 0)]
+    assert sources == ["text", "text", "text", "draft"]
+
+
+def test_accepted_drafts_are_found_with_their_blocks() -> None:
+    """Of the tokens of a row that went on by drafts, another row has those that the first pass found behind them."""
+    driven = Driven()
+    driven.begin(0)
+    first, second = (driven.run(drafts={0: count}, num_decoding=1) for count in (3, 2))
+    assert verified(first) == [(3, 3)] and verified(second) == [(2, 2)]
+    known = [*PROMPT, first_token(PROMPT), *first.tokens.tolist(), *second.tokens.tolist()]
+    starts, given = (row_start(1, known),), grants({1: [1, 2, 30, 31, 32, 33]})
+    driven.run(releases=(Row(0),), starts=starts, grants=given, chunks=(sample(1, 8, len(known)),))
+    assert verified(driven.run(drafts={1: 1}, num_decoding=1)) == [(1, 1)]
+    assert driven.draft.passes == [list(range(8, len(known) - 1)), [len(known) - 1, len(known)]]
 
 
 def test_later_passes_have_the_rows_that_want_more(monkeypatch: pytest.MonkeyPatch) -> None:
