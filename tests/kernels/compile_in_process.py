@@ -264,7 +264,7 @@ def compiled_with_drafts() -> dict[str, object]:
     ends = EndColumns(numbers, numbers[:, None])
 
     def play() -> None:
-        for num_decodes, max_queries, group in ((6, 0, 3), (0, 4, 3), (0, 4, 4)):
+        for num_decodes, max_queries, group in ((6, 0, 3), (0, 2, 4), (0, 4, 3), (0, 4, 4)):
             layout = StepLayout(numbers, numbers, tables, starts, starts[:6], numbers, num_decodes, max_queries)
             query = torch.empty(num_decodes or 24, 2 * group, 64, dtype=torch.bfloat16, device=META)
             kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)

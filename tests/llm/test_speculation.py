@@ -21,6 +21,7 @@ from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
 from quire.engine.startup import StartupReporter
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice
 from quire.runner import draft_model
 from quire.sched.speculation import DraftGovernor
@@ -366,10 +367,20 @@ def test_a_draft_model_on_a_gpu_needs_kernels_that_can_be_captured(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_folder), speculative=f"draft:{tiny_folder}", attention_backend="fa3")
-    slow = KernelChoice(TorchCpuKernels(), "synchronises", capturable=False)
-    monkeypatch.setattr(build_draft, "choose_kernels", lambda *args: slow)
-    with pytest.raises(ConfigError, match="attention_backend is fa3, which no CUDA graph can hold: on a GPU"):
-        build_draft.load_draft(config, open_model(config), torch.float32, torch.device("cuda"), StartupReporter())
+    kernels, opened = TorchCpuKernels(), open_model(config)
+    for chosen, message in (
+        (
+            KernelChoice(kernels, "Triton is not installed"),
+            "on a GPU a draft model needs Triton. Triton is not installed.",
+        ),
+        (
+            KernelChoice(kernels, "", draft_kernels=REFERENCE_DRAFT_KERNELS, capturable=False),
+            "attention_backend is fa3, which no CUDA graph can hold: on a GPU",
+        ),
+    ):
+        monkeypatch.setattr(build_draft, "choose_kernels", lambda *args, chosen=chosen: chosen)
+        with pytest.raises(ConfigError, match=message):
+            build_draft.load_draft(config, opened, torch.float32, torch.device("cuda"), StartupReporter())
 
 
 @pytest.mark.parametrize(

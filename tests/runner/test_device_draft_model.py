@@ -14,6 +14,9 @@ from quire.core.oracle import continuation
 from quire.core.speculative import DRAFTERS
 from quire.core.step import Masks, Pending, RowStart, StepPlan, StepResult
 from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
+from quire.kernels.row_interface import RowKernels
+from quire.kernels.select import select_kernels
 from quire.kernels.transfers import HostCopy
 from quire.models.oracle import OracleModel
 from quire.runner import device_draft_model
@@ -37,7 +40,14 @@ class Driven(on_host.Driven):
     """A runner whose draft model drafts in captured passes, step by step."""
 
     def __init__(
-        self, wrong_of: int = 0, *, max_positions: int = 99, vocab_size: int = VOCAB, text: "Text | None" = None
+        self,
+        wrong_of: int = 0,
+        *,
+        max_positions: int = 99,
+        vocab_size: int = VOCAB,
+        text: "Text | None" = None,
+        row_kernels: RowKernels = REFERENCE_ROW_KERNELS,
+        draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
     ) -> None:
         model, self.draft = OracleModel(VOCAB), Recording(wrong_of, vocab_size)
         stores = [new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, CPU, num_host_blocks=4) for _ in range(2)]
@@ -45,8 +55,8 @@ class Driven(on_host.Driven):
             store.device.fill_(11)
         config = DraftModelConfig(self.draft, stores[1], max_positions, VOCAB)
         self.runner = ModelRunner(
-            model, stores[0], max_rows=ROWS, max_length=60, row_kernels=REFERENCE_ROW_KERNELS, max_step_tokens=16,
-            device_drafts=DraftConfig(text, model=config),
+            model, stores[0], max_rows=ROWS, max_length=60, row_kernels=row_kernels, max_step_tokens=16,
+            device_drafts=DraftConfig(text, draft_kernels, model=config),
         )  # fmt: skip
         while not self.runner.prepared:
             self.runner.prepare()
@@ -93,6 +103,17 @@ def test_rejected_drafts_are_computed_anew() -> None:
     assert driven.draft.passes == [[8, 9], [9, 10]], "positions 8 and 9 held drafts until the row went on without"
 
 
+def test_a_piece_begins_at_the_first_rejected_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_draft_model, "MAX_CATCH_UP", 5)
+    driven = Driven(wrong_of=1)
+    driven.begin()
+    assert verified(driven.run(drafts={0: 3}, num_decoding=1)) == [(3, 0)]
+    for _ in range(8):
+        driven.run(num_decoding=1)
+    assert verified(driven.run(drafts={0: 1}, num_decoding=1)) == [(0, 0)]
+    assert driven.draft.passes == [[7, 8, 9, 10, 11]], "of 8 that it lacks; positions 7 and 8 held drafts"
+
+
 def test_a_row_that_decoded_without_drafts_catches_up() -> None:
     driven = Driven()
     driven.begin()
@@ -102,6 +123,19 @@ def test_a_row_that_decoded_without_drafts_catches_up() -> None:
         assert driven.draft.passes == []
     assert verified(driven.run(drafts={0: 2}, num_decoding=1)) == [(2, 2)]
     assert driven.draft.passes == [[7, 8, 9], [10, 11], [12]]
+
+
+def test_the_kernels_of_a_gpu_draft_the_same() -> None:
+    """In Triton's interpreter."""
+    choice = select_kernels("cuda")
+    assert choice.row_kernels is not None and choice.draft_kernels is not None
+    driven = Driven(row_kernels=choice.row_kernels, draft_kernels=choice.draft_kernels)
+    driven.begin(0)
+    driven.begin(1, range(11, 21), num_decoding=1)
+    for counts in ({0: 3, 1: 1}, {0: 1, 1: 4}):
+        assert verified(driven.run(drafts=counts, num_decoding=2)) == [(each, each) for each in counts.values()]
+    driven.run(num_decoding=2)
+    assert verified(driven.run(drafts={0: 2}, num_decoding=2)) == [(2, 2)]
 
 
 def next_row(driven: Driven, cached: int) -> None:

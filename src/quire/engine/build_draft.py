@@ -88,6 +88,11 @@ def load_draft(
             opened.draft, choice, load_eagle_weights(opened.draft, dtype, device, reporter.loading), dtype
         )
     choice = choose_kernels(config, opened.draft.spec, dtype, device, quiet)
+    if device.type != "cpu" and choice.draft_kernels is None:
+        raise ConfigError(
+            f"speculative is {config.speculative}, and on a GPU a draft model needs Triton. {choice.reason}.",
+            param="speculative",
+        )
     if device.type != "cpu" and not choice.capturable:
         raise ConfigError(
             f"speculative is {config.speculative}, and attention_backend is {config.attention_backend}, which no CUDA "
