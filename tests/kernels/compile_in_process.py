@@ -41,6 +41,9 @@ from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.row_interface import EndColumns, RowColumns, RowState, Sampled
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
+from quire.runner.device_draft_model import DeviceDraftModel
+from quire.runner.device_drafting import DraftConfig
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.graph_shapes import shapes_to_capture
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -344,6 +347,27 @@ def choose(runner: ModelRunner) -> None:
             runner._sampler.mask(lines, asking.host_rows, np.arange(len(rows)), masks)
 
 
+def compiled_with_a_draft_model() -> dict[str, object]:
+    """The captured passes of a draft model, and pieces of text."""
+    choice = select_kernels("cuda")
+    assert choice.draft_kernels is not None
+    model, draft = (Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16) for _ in range(2))
+    stores = [new_store(each.kv_geometry, 1, 16, META) for each in (model, draft)]
+    config = DraftModelConfig(draft, stores[1], 4096, SPEC.vocab_size)
+    runner = ModelRunner(
+        model,
+        stores[0],
+        max_rows=48,
+        max_length=4096,
+        row_kernels=choice.row_kernels,
+        device_drafts=DraftConfig(None, choice.draft_kernels, model=config),
+    )
+    assert isinstance(runner._draft_model, DeviceDraftModel)
+    with torch.inference_mode():
+        done = compile_launched(partial(runner._draft_model.dry_run, (1, 2, 48)), 2)
+    return {"num_with_a_draft_model": done.num_kernels, "errors_with_a_draft_model": done.errors}
+
+
 if __name__ == "__main__":
     compile_workers._MAX_FORKING_S = 60.0  # on a busy machine too
     driver.set_active(FakeGpu())
@@ -355,6 +379,7 @@ if __name__ == "__main__":
             | interrupted()
             | left_early()
             | (compiled_for_hopper() | compiled_for_small_gpus() | compiled_with_drafts() if is_long(gpu=True) else {})
+            | (compiled_with_a_draft_model() if is_long(gpu=True) else {})
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

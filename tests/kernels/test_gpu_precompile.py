@@ -118,6 +118,12 @@ def test_rows_with_one_query_and_with_several_are_compiled(apart: dict[str, Any]
     assert apart["num_with_drafts"] == 10, "a list; decodes in four ways; drafts in three, one of them in two; ends"
 
 
+@pytest.mark.long(gpu=True)
+def test_the_passes_of_a_draft_model_are_compiled(apart: dict[str, Any]) -> None:
+    assert apart["errors_with_a_draft_model"] == []
+    assert apart["num_with_a_draft_model"] >= 20, "of its layers, attention with one query and with two, and sampling"
+
+
 @pytest.mark.parametrize(
     "its_kernels", [{"_prefill_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )

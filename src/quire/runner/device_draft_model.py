@@ -105,17 +105,15 @@ class DeviceDraftedBlocks:
         """The drafts of the last step are verified: rejected ones are not computed."""
         torch.minimum(self.of_rows, self._table.lengths - 1, out=self.of_rows)
 
-    def extend(self, rows: Tensor, stops: Tensor, counts: Tensor | int, most: int, ahead: Tensor | int = 0) -> None:
-        """The last `counts` positions before `stops` are computed of these rows; at most `most` of any row. `ahead`:
-        drafts behind them that will be. Captured."""
+    def extend(self, rows: Tensor, stops: Tensor, most: int, ahead: Tensor | int = 0) -> None:
+        """The positions before `stops` are computed of these rows, the last of them now: `most` of any row at most.
+        `ahead`: drafts behind them that will be. Captured."""
         table, size = self._table, self._table.block_size
-        known = self.of_rows[rows]
-        is_whole = table.alive[rows] & (known >= stops - counts)
-        self.of_rows[rows] = torch.where(is_whole, stops + ahead, known)
+        self.of_rows[rows] = stops + ahead
         # Accepted drafts before them were not noted by block.
         back = torch.arange((most + MOST_DRAFTS) // size + 2, device=table.device)
         places = ((stops - 1) // size)[:, None] - back
-        noted = is_whole[:, None] & (places >= 0)
+        noted = table.alive[rows][:, None] & (places >= 0)
         blocks = table.tables[rows[:, None], places.clamp(min=0)].long()
         filled = (stops[:, None] - places * size).clamp(max=size)
         self._counts[Tier.DEVICE][torch.where(noted, blocks, NULL_BLOCK)] = filled
@@ -324,7 +322,7 @@ class DeviceDraftModel:
             max_lengths=table.max_lengths[token_rows],
         )
         self._forward(self._history[token_rows, positions % self._history.shape[1]].long(), layout, last)
-        self._computed.extend(device_rows, reached, device_counts, int(counts.max()))
+        self._computed.extend(device_rows, reached, int(counts.max()))
 
     def _first_pass(self, num_rows: int, stage: SamplingStage) -> Tensor:
         """The last two positions of each row, and its first draft. Captured."""
@@ -357,7 +355,7 @@ class DeviceDraftModel:
         )
         last = queries[1:] - 1
         hidden = self._forward(inputs.tokens, layout, last)
-        self._computed.extend(rows, lengths, _WINDOW, _WINDOW, (wanted[rows] - 1).clamp(min=0))
+        self._computed.extend(rows, lengths, _WINDOW, (wanted[rows] - 1).clamp(min=0))
         return self._sample(rows, hidden, inputs.sampled_rows[last], inputs.positions[last] + 1, stage)
 
     def _next_pass(self, num_rows: int, stage: SamplingStage) -> Tensor:
