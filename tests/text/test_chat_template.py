@@ -166,11 +166,12 @@ def test_what_the_counted_limits_miss_is_killed_and_the_next_chat_is_rendered(
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
     render(CHATML, USER)
-    process = template_worker._worker._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
+    idle = template_worker._workers._idle
+    pids = {process.pid for process, _ in idle}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     assert render(CHATML, USER) == "<|user|>Hi\n<|assistant|>"
-    assert template_worker._worker._process is not process
+    assert idle[-1][0].pid not in pids
 
 
 def test_a_worker_that_is_killed_again_and_again_is_not_blamed_on_the_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 The sandbox counts steps and characters, but a template may spend any time and memory inside one operation of Python
 (`'%1500000000d' % 1`), and a filter of a constant runs when the template is compiled. So both happen here, under limits
-that the kernel enforces. One process serves a program's renderings, in order, and is replaced when it was killed.
+that the kernel enforces. A process renders one text at a time. Where a rendering takes long, the next one gets another
+process instead of waiting; one that was killed is replaced.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -17,10 +19,15 @@ from quire.core.errors import ChatTemplateError, QuireError
 from quire.core.worker_process import WorkerProcess, connect, limit_memory, limit_time, receive_frame, send_frame
 from quire.text.template_sandbox import compile_sandboxed, render_sandboxed
 
+_MODULE = "quire.text.template_worker"
 CPU_S = 2.0  # for one rendering; a chat of 10,000 messages takes 0.1 s
 WALL_S = 20.0  # on a busy machine
 NUM_BYTES = 512 << 20  # beyond those of the process at its start; the largest text takes 64 MiB, and there are copies
 _GRACE_S = 2.0
+# Of which a client has at most nine at once (`TextThreads`: eight short texts, a long one): one is left for others.
+_MAX_PROCESSES = 10
+_START_AFTER_S = 0.05  # a wait for a busy process before another is started: that takes 0.1 s, a rendering 0.2 ms
+_IDLE_S = 60.0  # an unused process is ended after this time, if there is another
 
 
 class TemplateWorkerLost(QuireError):
@@ -32,46 +39,77 @@ class TemplateWorkerLost(QuireError):
     exit_code = 1
 
 
-class TemplateWorker:
-    """The process, started when it is first needed. Thread-safe."""
+class TemplateWorkers:
+    """The processes, started when they are first needed. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: WorkerProcess | None = None
-        self._owner = 0  # the process that started it: after a fork, another one is needed
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._idle: list[tuple[WorkerProcess, float]] = []  # and since when, the latest last
+        self._num_busy = 0
+        self._owner = 0  # the process that started them: after a fork, others are needed
 
     def call(self, message: Mapping[str, object]) -> str:
         """The rendered text. Raises `ChatTemplateError`, or `TemplateWorkerLost`."""
-        with self._lock:
+        process = self._take()
+        try:
             for _ in range(2):
-                process = self._running()
+                process = process or WorkerProcess(_MODULE)
                 reply = _exchange(process, {**message, "cpu_s": CPU_S, "wall_s": WALL_S, "num_bytes": NUM_BYTES})
                 if reply is not None:
                     break
-                self._process = None
-                status = process.close()
-                if status in (-signal.SIGPROF, -signal.SIGALRM):
-                    raise ChatTemplateError(
-                        f"The model's chat template was stopped: it took more than {CPU_S:g} s of CPU time, or "
-                        f"{WALL_S:g} s in all."
-                    )
+                status, process = process.close(), None
+                _check_limits(status)
             else:
-                if status == -signal.SIGKILL:
-                    raise TemplateWorkerLost(
-                        "The process that renders chat templates was killed twice, as a machine without free memory "
-                        "does. Try again."
-                    )
-                raise ChatTemplateError(
-                    f"The model's chat template was stopped: it ended its process twice ({status})."
-                )
+                raise _lost(status)
+        finally:
+            self._give_back(process)
         if "error" in reply:
             raise ChatTemplateError(reply["error"])
         return str(reply["text"])
 
-    def _running(self) -> WorkerProcess:
-        if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = WorkerProcess("quire.text.template_worker"), os.getpid()
-        return self._process
+    def _take(self) -> WorkerProcess | None:
+        """The process that was used last, since others may then be ended; None: the caller may start one."""
+        with self._changed:
+            if self._owner != os.getpid():
+                self._idle, self._num_busy, self._owner = [], 0, os.getpid()
+            if not self._idle and self._num_busy:
+                self._changed.wait_for(lambda: self._idle, _START_AFTER_S)
+            self._changed.wait_for(lambda: self._idle or self._num_busy < _MAX_PROCESSES)
+            self._num_busy += 1
+            return self._idle.pop()[0] if self._idle else None
+
+    def _give_back(self, process: WorkerProcess | None) -> None:
+        """A process that is free again; None if it was killed."""
+        now_s = self._clock()
+        unused: list[WorkerProcess] = []
+        with self._changed:
+            self._num_busy -= 1
+            while self._idle and now_s - self._idle[0][1] > _IDLE_S:
+                unused.append(self._idle.pop(0)[0])
+            if process is not None:
+                self._idle.append((process, now_s))
+            self._changed.notify()
+        for each in unused:
+            each.close()
+
+
+def _check_limits(status: int) -> None:
+    """Raise if a process was killed by its own limits."""
+    if status in (-signal.SIGPROF, -signal.SIGALRM):
+        raise ChatTemplateError(
+            f"The model's chat template was stopped: it took more than {CPU_S:g} s of CPU time, or {WALL_S:g} s in all."
+        )
+
+
+def _lost(status: int) -> QuireError:
+    """Two processes ended, the second one like this."""
+    if status == -signal.SIGKILL:
+        return TemplateWorkerLost(
+            "The process that renders chat templates was killed twice, as a machine without free memory does. "
+            "Try again."
+        )
+    return ChatTemplateError(f"The model's chat template was stopped: it ended its process twice ({status}).")
 
 
 def _exchange(process: WorkerProcess, message: Mapping[str, object]) -> dict[str, Any] | None:
@@ -84,17 +122,17 @@ def _exchange(process: WorkerProcess, message: Mapping[str, object]) -> dict[str
     return reply  # type: ignore[no-any-return]
 
 
-_worker = TemplateWorker()
+_workers = TemplateWorkers()
 
 
 def render_in_worker(template: str, variables: Mapping[str, object], now: datetime) -> str:
     """Render. Raises `ChatTemplateError`, or `TemplateWorkerLost`."""
-    return _worker.call({"template": template, "variables": variables, "now": now.isoformat()})
+    return _workers.call({"template": template, "variables": variables, "now": now.isoformat()})
 
 
 def check_template(template: str) -> None:
     """Raise `ChatTemplateError` if the template does not compile."""
-    _worker.call({"template": template})
+    _workers.call({"template": template})
 
 
 def main(descriptor: str) -> None:
