@@ -83,7 +83,7 @@ class FileWriter:
         self.num_bytes += len(data)
         if self.num_bytes > MAX_FILE_BYTES:
             raise FileTooLarge(f"The file has more than {MAX_FILE_BYTES} bytes, the limit of one file.")
-        self._store.check_bytes(self.owner, self.num_bytes)
+        self._store.check_bytes(self.owner, 0)
         try:
             self._file.write(data)
         except OSError as error:
@@ -105,7 +105,7 @@ class FileStore:
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
-        self._uploads: Counter[str] = Counter()  # by client
+        self._uploads: dict[FileWriter, None] = {}  # that are being written
         self._growing: Counter[str] = Counter()  # bytes of results of batches that run, by owner
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what clients upload is theirs
@@ -167,22 +167,22 @@ class FileStore:
 
     def begin(self, owner: str, client: str) -> FileWriter:
         """A file to be uploaded. `client`: who sends it; without keys all have one owner and many addresses."""
-        if self._uploads[client] >= MAX_UPLOADS:
+        if sum(upload.client == client for upload in self._uploads) >= MAX_UPLOADS:
             raise FilesFull(f"{MAX_UPLOADS} files of this client are being uploaded, the limit; wait for one to end.")
         self.check_room(owner)
-        self._uploads[client] += 1
-        return FileWriter(self, owner, client, self.folder / "files" / f"{new_file_id()}{_PART}")
+        writer = FileWriter(self, owner, client, self.folder / "files" / f"{new_file_id()}{_PART}")
+        self._uploads[writer] = None
+        return writer
 
     def end(self, writer: FileWriter) -> None:
         """However an upload ended."""
-        self._uploads[writer.client] -= 1
-        if not self._uploads[writer.client]:
-            del self._uploads[writer.client]
+        del self._uploads[writer]
         writer.discard()
 
     def check_room(self, owner: str) -> None:
         """Whether an owner may have one more file. Raises `FilesFull`."""
-        if sum(stored.owner == owner for stored in self._files.values()) >= MAX_FILES:
+        num_files = sum(stored.owner == owner for stored in self._files.values())
+        if num_files + sum(upload.owner == owner for upload in self._uploads) >= MAX_FILES:
             raise FilesFull(f"This client has {MAX_FILES} files, the limit; delete some.")
         self.check_bytes(owner, 0)
 
@@ -193,7 +193,10 @@ class FileStore:
             del self._growing[owner]
 
     def check_bytes(self, owner: str, num_new: int) -> None:
+        """Whether an owner may have this many more bytes, beside its files and those that are being written. On any
+        thread. Raises `FilesFull`."""
         held = sum(stored.bytes for stored in list(self._files.values()) if stored.owner == owner)
+        held += sum(upload.num_bytes for upload in list(self._uploads) if upload.owner == owner)
         held += self._growing[owner]
         if held + num_new > self._max_bytes:
             raise FilesFull(
