@@ -310,3 +310,28 @@ def test_a_busy_server_is_asked_again_and_one_that_a_request_ends_only_some_time
     assert Counter(asked) == {429: 20, 503: 8}
     [(line, answered)] = written
     assert not answered and json.loads(line)["response"]["status_code"] == 503
+
+
+def test_blank_lines_cost_no_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_turns = 0
+    on_thread = asyncio.to_thread
+
+    async def counted(work: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal num_turns
+        num_turns += 1
+        return await on_thread(work, *arguments)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    written: list[bytes] = []
+    request = json.dumps(chat("a", "hi")).encode()
+    lines = [b"\n"] * 10_000 + [request] + [b"  \n"] * 10_000
+    runner = batch.BatchRunner(
+        app, lines, FinishedLines(), lambda line, ok: written.append(line), lambda counts: None, max_tries=1
+    )
+    asyncio.run(runner.run(2))
+    assert [json.loads(line)["custom_id"] for line in written] == ["a"]
+    assert num_turns <= 3, "one for the request, and one for each worker at the end"

@@ -237,6 +237,10 @@ def test_a_batch_has_answers_and_errors_in_files(server: LocalServer) -> None:
         (jsonl(request("a", url="/v1/completions")), "invalid_line", "a batch may POST to /v1/chat/completions"),
         (jsonl(request("a", stream=True)), "invalid_line", "a batch has no streams"),
         (jsonl(request("a", "x" * 40_000)) + jsonl(request("b")), "line_too_long", "Line 1 has more than 32000 bytes"),
+        (b" " * 40_000 + b"\n" + jsonl(request("b")), "line_too_long", "Line 1 has more than 32000 bytes"),
+        (jsonl(request("a" * 513)), "custom_id_too_long", "a custom_id of 513 characters; the limit is 512"),
+        (b"\n" * 100_000 + jsonl(request("a")), "too_many_lines", "more than 100000 lines"),
+        (b"{}\n" * 50_001, "too_many_requests", "more than 50000 requests"),
     ],
 )
 def test_an_invalid_file_fails_its_batch(server: LocalServer, content: bytes, code: str, words: str) -> None:
@@ -245,9 +249,18 @@ def test_an_invalid_file_fails_its_batch(server: LocalServer, content: bytes, co
         wait_until(lambda: client.batches.retrieve(made.id).status == "failed")
         batch = client.batches.retrieve(made.id)
         assert batch.errors is not None and batch.errors.data is not None
-        [problem] = batch.errors.data
+        problem = batch.errors.data[-1]
         assert problem.code == code and words in str(problem.message)
+        assert len(batch.errors.data) == 1 or code == "too_many_requests"
         assert batch.output_file_id is None and batch.error_file_id is None
+
+
+def test_a_file_at_its_limits_is_valid(server: LocalServer) -> None:
+    with client_of(server) as client:
+        content = b"\n" * 99_998 + jsonl(request("a" * 512)) + b" " * 1000 + b"\n"
+        made = client.batches.create(input_file_id=upload(client, content), endpoint=URL, completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(made.id).status == "completed")
+        assert results(client, client.batches.retrieve(made.id).output_file_id).keys() == {"a" * 512}
 
 
 def test_wrong_bodies_are_refused(server: LocalServer) -> None:

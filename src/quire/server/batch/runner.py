@@ -156,10 +156,8 @@ class BatchRunner:
     async def _next(self) -> BatchRequest | None:
         """The next request without a response. Invalid lines are written as errors here."""
         async with self._reading:
-            while (numbered := await asyncio.to_thread(next, self._lines, None)) is not None:  # a pipe may be slow
+            while (numbered := await asyncio.to_thread(self._next_line)) is not None:  # a pipe may be slow
                 number, text = numbered
-                if not text.strip():
-                    continue
                 try:
                     request = self._read(number, text)
                 except InvalidLine as invalid:
@@ -173,6 +171,10 @@ class BatchRunner:
                 self.counts.num_skipped += 1
                 self._report(self.counts)
         return None
+
+    def _next_line(self) -> tuple[int, bytes] | None:
+        """The next line that is not blank, and its number. On a thread: there may be millions of blank ones."""
+        return next(((number, text) for number, text in self._lines if text.strip()), None)
 
     def _note_problem(self, sentence: str) -> None:
         self.counts.first_problem = self.counts.first_problem or sentence

@@ -26,6 +26,8 @@ from quire.server.http.auth import ANONYMOUS, Identity
 from quire.server.http.request_context import RequestContext, new_request_id, set_context
 
 MAX_REQUESTS = 50_000  # of one batch: OpenAI's limit
+_MAX_LINES = 2 * MAX_REQUESTS  # with blank ones: a file may have half a billion of them
+_MAX_ID = 512  # characters of a custom_id: those of all requests are held in memory
 _BATCHES_AT_ONCE = 2
 _CONCURRENCY = 16  # requests of one batch: enough to fill what others leave of a step
 _MAX_PROBLEMS = 100  # that are reported of an invalid file
@@ -143,10 +145,20 @@ class BatchService:
         num_requests = 0
         with source.open("rb") as lines:
             for number, text in enumerate(self._lines(lines), 1):
-                if not text.strip() or len(problems) >= _MAX_PROBLEMS:
+                if number > _MAX_LINES:
+                    words = f"The file has more than {_MAX_LINES} lines, the limit; leave out blank ones."
+                    problems.append(BatchError("too_many_lines", words))
+                    break
+                is_long = len(text) > self._max_line_bytes  # also a blank one, which would be read as a whole later
+                is_request = is_long or bool(text.strip())
+                num_requests += is_request
+                if num_requests > MAX_REQUESTS:
+                    words = f"The file has more than {MAX_REQUESTS} requests, the limit of a batch."
+                    problems.append(BatchError("too_many_requests", words))
+                    break
+                if not is_request or len(problems) >= _MAX_PROBLEMS:
                     continue
-                num_requests += 1
-                if len(text) > self._max_line_bytes:
+                if is_long:
                     words = f"Line {number} has more than {self._max_line_bytes} bytes, the limit (--max-body)."
                     problems.append(BatchError("line_too_long", words, number))
                     continue
@@ -155,14 +167,17 @@ class BatchService:
                 except InvalidLine as invalid:
                     problems.append(BatchError(invalid.code, invalid.message, number))
                     continue
+                if len(request.custom_id) > _MAX_ID:
+                    words = (
+                        f"Line {number} has a custom_id of {len(request.custom_id)} characters; the limit is {_MAX_ID}."
+                    )
+                    problems.append(BatchError("custom_id_too_long", words, number, "custom_id"))
+                    continue
                 if request.custom_id in seen:
                     words = f"Line {number} has the custom_id of an earlier line; each needs its own."
                     problems.append(BatchError("duplicate_custom_id", words, number, "custom_id"))
                 seen.add(request.custom_id)
-        if num_requests > MAX_REQUESTS:
-            words = f"The file has {num_requests} requests; a batch may have {MAX_REQUESTS}."
-            problems.append(BatchError("too_many_requests", words))
-        if not num_requests:
+        if not num_requests and not problems:
             problems.append(BatchError("empty_file", "The file has no requests; write one per line."))
         return num_requests, problems
 
