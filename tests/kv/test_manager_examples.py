@@ -203,3 +203,24 @@ def test_blocks_of_a_fork_that_its_sibling_cached_are_not_found_once_it_is_disca
     kv.discard(Row(2), ME)
     kv.audit()
     assert kv.num_found(kv.match(ME, known, 12)) == 0 and kv.pool.num_free == 12
+
+
+def test_what_a_hold_copied_follows_its_own_blocks_though_their_node_was_extended() -> None:
+    """Two blocks are held, with room for a third. Meanwhile another row goes on behind the two in the same node."""
+    kv = KVManager(16, 4, 2)
+    common, copied, other = list(range(8)), [101, 102, 103, 104], [201, 202, 203, 204]
+    filled(kv, common)
+    held = kv.holds.hold(kv, ME, ids(common + copied), with_room=True)
+    assert held is not None and (len(held.cached), len(held.room)) == (2, 1)
+    match = kv.match(ME, ids(common + other), 12)
+    kv.open(Row(1), ME, match, 1)
+    kv.grow_to(Row(1), 12, ME.request)
+    kv.commit(Row(1), ME, ids(common + other))
+    kv.holds.release(kv, held.number, written=True)
+    kv.audit()
+    found = kv.match(ME, ids(common + copied), 12)
+    assert found is not None and found.blocks.tolist() == [*held.cached.tolist(), *held.room.tolist()]
+    found = kv.match(ME, ids(common + other), 12)
+    assert found is not None and found.blocks.tolist() == kv.tables.of(Row(1)).tolist()
+    behind = kv.match(ME, ids(common + other + copied), 16)
+    assert behind is not None and kv.num_found(behind) == 12, "nothing was computed behind the other row's tokens"

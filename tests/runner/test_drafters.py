@@ -69,6 +69,29 @@ def test_the_tree_is_followed_left_and_found_again() -> None:
     assert drafter.propose(ROW, ids(1, 2), 2).tolist() == []
 
 
+def test_a_row_that_has_returned_to_the_tree_is_followed_as_before() -> None:
+    drafter = TreeDrafter()
+    drafter.start(row_start(0, [1, 2])._replace(continuation=ids(*range(3, 20))))
+    assert drafter.propose(ROW, ids(1, 2, 9, 3, 4, 5), 4).tolist() == [6], "three alike are one draft"
+    assert drafter.propose(ROW, ids(1, 2, 9, 3, 4, 5, 6), 4).tolist() == [7, 8, 9, 10], "it says what was proposed"
+
+
+def test_what_a_row_said_is_not_of_the_request_that_has_it_next() -> None:
+    """The outcomes of the last steps are read late: before the row is another request's."""
+    drafting = Drafting(2, drafters_of(["ngram"]))
+    drafting.follow((), (row_start(0, [1, 2, 3], max_length=300), row_start(1, [4, 5, 6], max_length=300)))
+    both = ids(0, 1)
+    for tokens in ((7, 8), (7, 8)):
+        drafting.append(both, np.array(tokens))
+    drafting.follow((ROW,), (row_start(0, [5, 6, 9, 5], max_length=300),))
+    drafting.append(both, np.array((6, 4)))
+    drafting.append(both, np.array((9, 5)))
+    drafting.append(both, np.array((5, 6)))
+    found = drafting.propose(Drafts(both, ids(2, 2)))
+    assert found is not None
+    assert {row: tokens.tolist() for row, tokens in found.of_rows([ROW, Row(1)]).items()} == {0: [6, 9], 1: [8]}
+
+
 def test_no_draft_is_behind_the_last_position_of_a_row() -> None:
     drafting = Drafting(4, drafters_of(["ngram"]))
     drafting.follow((), (row_start(1, [1] * 9, max_length=12), row_start(3, [5, 6, 7, 5, 6], max_length=300)))

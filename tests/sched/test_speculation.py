@@ -312,3 +312,22 @@ def test_a_row_that_starts_knows_nothing_of_the_one_before() -> None:
         made.start(Row(row), 20_000)
     fresh = counts(made, rows, 20_001)
     assert fresh[2] == fresh[3], "both begin with what all rows have learned together"
+
+
+@pytest.mark.parametrize("hindsight", [False, True])
+def test_drafts_and_tries_together_stay_within_the_budget_and_the_limits(hindsight: bool) -> None:
+    """Rows of every kind, for many steps: those that wait for a try ask for as many as are likely."""
+    draw = np.random.default_rng(5)
+    for constants in (CHEAP, DEAR, Constants(0.0, 1e-2, 1e-4, 0.0, 0.0), Constants(0.0, 1e-2, 1e-7, 0.0, 0.0)):
+        made = DraftGovernor(SpeculationPolicy(max_drafts=4, hindsight=hindsight), CostTable(constants), 64)
+        rows = np.arange(64)
+        for row in rows.tolist():
+            made.start(Row(row), 0)
+        rates = draw.choice([0.0, 0.6, 0.95], 64)
+        for step in range(120):
+            budget, limits = int(draw.integers(0, 5)), draw.integers(0, 6, 64)
+            shape = StepShape(64, 64 * 100)
+            counts = made.choose(step, rows, limits, shape, budget)
+            assert counts.sum() <= budget and (counts <= limits).all() and (counts >= 0).all()
+            accepted = np.minimum(draw.geometric(1 - rates) - 1, counts)
+            made.note(rows.astype(np.int32), counts.astype(np.int32), accepted.astype(np.int32))

@@ -1,14 +1,17 @@
 """Steady steps give what steps planned in full give."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from quire.core.step import FinishReason
+from quire.core.ids import IntArray
+from quire.core.step import FinishReason, Pending, Runner, StepPlan
 from quire.sched.cost_model import StepShape
 from quire.sched.journal.recorder import checksum
 from quire.sched.scheduler import Scheduler
 from quire.sched.steady_decode import SteadyDecode
+from quire.sim.runners import FinishedStep
 from tests.sched.stepping import Bench
 from tests.tiers import long_only
 
@@ -67,3 +70,37 @@ def test_a_row_that_reaches_its_length_ends_the_steady_steps() -> None:
     bench.run()
     assert len(bench.emitted[sequence.id]) == 12
     assert sum(plan.num_tokens for plan in bench.plans) == 3 + 11
+
+
+def test_a_request_that_fails_at_once_is_reported_with_the_next_result_of_steady_steps() -> None:
+    bench = Bench(depth=1, block_size=16)
+    bench.add([1, 2, 3], 60)
+    for _ in range(8):
+        bench.turn()  # all rows decode, and the next steps are made
+    late = bench.add([4, 5, 6], 5)
+    bench.scheduler.fail(late.group)
+    output = bench.turn()
+    assert output is not None and [over.sequence for over in output.finished] == [late.id]
+
+
+class SameArrays:
+    """A runner whose results name equal rows by one array, as one that repeats a captured step may."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._arrays: dict[bytes, IntArray] = {}
+
+    def launch(self, plan: StepPlan) -> Pending:
+        result = self._runner.launch(plan).wait()
+        return FinishedStep(replace(result, rows=self._arrays.setdefault(result.rows.tobytes(), result.rows)))
+
+
+def test_tokens_are_of_the_sequence_that_has_the_row_now() -> None:
+    bench = Bench(block_size=16)
+    bench.recorder.runner = SameArrays(bench.recorder.runner)
+    sequences = []
+    for _ in range(3):
+        sequences.append(bench.add([1, 2, 3], 9))  # each in the row of the one before
+        bench.run()
+    assert [len(bench.emitted[sequence.id]) for sequence in sequences] == [9, 9, 9]
+    assert len(set(map(tuple, bench.emitted.values()))) == 1

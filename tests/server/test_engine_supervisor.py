@@ -402,3 +402,27 @@ def test_a_new_engine_is_not_ready_before_its_model_is_known(model: ServedModel)
 
     assert statuses(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
     assert statuses(model) == [(200, "ready"), (200, "ready"), (200, None)]
+
+
+def test_what_an_engine_says_after_its_successor_has_begun_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages and its end may still be on their way to the event loop."""
+
+    async def body() -> None:
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        first = supervised.engines[0]
+        first.end()
+        second = await supervised.started(1)
+        first.deliver(INFO)
+        await _turns()
+        assert supervised.supervisor.health is Health.RESTARTING, "requests would go to an engine that has ended"
+        second.deliver(INFO)
+        await _turns()
+        assert supervised.supervisor.health is Health.READY
+        first.end()
+        await _turns()
+        assert supervised.supervisor.health is Health.READY, "the end of another engine"
+        await supervised.supervisor.stop()
+        await watching
+
+    run(body())

@@ -271,6 +271,25 @@ def test_a_slot_that_is_granted_to_a_client_that_leaves_is_free_again() -> None:
     asyncio.run(leave())
 
 
+def test_clients_that_wait_take_turns_however_many_requests_each_has() -> None:
+    async def crowd() -> list[str]:
+        slots, served = FairSlots(1), list[str]()
+
+        async def work(name: str) -> None:
+            await slots.acquire(name)
+            served.append(name)
+            slots.release(name)
+
+        await slots.acquire("first")
+        waiting = [asyncio.create_task(work(name)) for name in "aaabbc"]
+        await asyncio.sleep(0)
+        slots.release("first")
+        await asyncio.gather(*waiting)
+        return served
+
+    assert asyncio.run(crowd()) == ["a", "b", "c", "a", "b", "a"]
+
+
 class Counting(CompileWorker):
     """Accepts any grammar, and counts them."""
 

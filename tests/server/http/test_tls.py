@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from quire.server.http.protocol import connection_limits
-from quire.server.http.tls import TlsHandshake, TlsHandshakes, behind_tls
+from quire.server.http.tls import EarlyInput, TlsHandshake, TlsHandshakes, behind_tls
 from tests import children
 from tests.server.http.test_access_served import CERTIFY
 
@@ -116,9 +116,50 @@ def test_the_network_with_the_most_handshakes_loses_its_oldest() -> None:
         assert len(handshakes) <= LIMIT
     left = [each for each in made if not each.is_dropped]
     assert sorted(each.network for each in left) == ["a", "a", "b", "b"]
-    for each in (*left, *left):
-        handshakes.remove(each)
+    for each in (*left, *left[:1], *[each for each in left if each.network == "a"]):
+        handshakes.remove(each)  # some twice
     assert len(handshakes) == 0
+    more = [Dropped(handshakes, network) for network in ("b", "a", "a", "a", "b")]
+    for each in more:
+        handshakes.add(each)
+    assert [each.is_dropped for each in more] == [False, True, False, False, False], "those removed twice count once"
+
+
+class Attached(asyncio.Transport):
+    """A transport that knows its protocol."""
+
+    protocol: asyncio.BaseProtocol | None = None
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+
+class Recorded(asyncio.Protocol):
+    """What a connection told its protocol."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.told.append("made")
+
+    def data_received(self, data: bytes) -> None:
+        self.told.append(data)
+
+    def eof_received(self) -> None:
+        self.told.append("end")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_what_comes_with_the_end_of_a_handshake_is_passed_on_in_order(at_end: bool) -> None:
+    early, behind, transport = EarlyInput(), Recorded(), Attached()
+    early.data_received(b"GET / HT")
+    early.data_received(b"TP/1.1")
+    if at_end:
+        early.eof_received()
+    early.attach(behind, transport)
+    assert behind.told == ["made", b"GET / HTTP/1.1", *(["end"] if at_end else [])]
+    assert transport.protocol is behind
 
 
 @pytest.mark.parametrize("soft", [64, 1024, 4096, 20_000, -1])
