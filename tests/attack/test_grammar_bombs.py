@@ -6,11 +6,13 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from tests.attack.bombs import lark_bomb, regex_bomb, schema_bomb
 from tests.attack.conftest import HOSTILE, INNOCENT
+from tests.attack.keyword_bombs import keyword_lark_bomb, keyword_regex_bomb, keyword_schema_bomb
 from tests.chaos.conftest import Dice, Dose, Report
 from tests.chaos.test_long import percentile
 from tests.server.many_clients import RawClient, RawResponse, fetch, request
@@ -22,13 +24,20 @@ NUM_HOSTILE = 4  # clients at a time
 WATCHED = request(completion_body("endless", stream=True), headers=INNOCENT)
 
 
-def bomb(chance: random.Random) -> dict[str, object]:
+Make = Callable[[random.Random], str]
+BOMBS: dict[str, tuple[Make, Make, Make]] = {  # regular expressions, Lark grammars, schemas
+    "multiplied": (regex_bomb, lark_bomb, schema_bomb),
+    "rare keywords": (keyword_regex_bomb, keyword_lark_bomb, keyword_schema_bomb),
+}
+
+
+def bomb(chance: random.Random, make: tuple[Make, Make, Make]) -> dict[str, object]:
     kind = chance.randrange(4)
     if kind == 0:
-        return {"structured_outputs": {"regex": regex_bomb(chance)}}
+        return {"structured_outputs": {"regex": make[0](chance)}}
     if kind == 1:
-        return {"structured_outputs": {"grammar": lark_bomb(chance)}}
-    schema = json.loads(schema_bomb(chance))
+        return {"structured_outputs": {"grammar": make[1](chance)}}
+    schema = json.loads(make[2](chance))
     return {
         "response_format": {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema, "strict": True}}
     }
@@ -43,8 +52,9 @@ def ordinary(number: int) -> dict[str, object]:
 class Attack:
     """What the hostile and the innocent clients received."""
 
-    def __init__(self, port: int, num_bombs: int, chance: random.Random) -> None:
+    def __init__(self, port: int, num_bombs: int, chance: random.Random, bombs: str = "multiplied") -> None:
         self._port = port
+        self._bombs = BOMBS[bombs]
         self._num_bombs = num_bombs
         self._chance = chance
         self.hostile: list[RawResponse] = []
@@ -70,7 +80,7 @@ class Attack:
 
     async def _run(self) -> None:
         clients = [asyncio.create_task(self._attack()) for _ in range(NUM_HOSTILE)]
-        number = 0
+        number = self._chance.randrange(1 << 40)  # of schemas that no other test has sent
         while not all(client.done() for client in clients):
             for fields in (ordinary(number), {}):
                 sent = request(completion_body("hi", max_tokens=20, **fields), headers=INNOCENT)
@@ -80,7 +90,7 @@ class Attack:
 
     async def _attack(self) -> None:
         for _ in range(self._num_bombs // NUM_HOSTILE):
-            sent = request(completion_body("hi", max_tokens=40, **bomb(self._chance)), headers=HOSTILE)
+            sent = request(completion_body("hi", max_tokens=40, **bomb(self._chance, self._bombs)), headers=HOSTILE)
             self.hostile.append(await fetch(self._port, sent))
 
 
@@ -93,14 +103,15 @@ async def quiet_gaps_s(port: int) -> list[float]:
 
 
 @pytest.mark.timeout(1800)
-def test_grammar_bombs(server: Running, report: Report, dose: Dose, dice: Dice) -> None:
+@pytest.mark.parametrize("bombs", BOMBS)
+def test_grammar_bombs(server: Running, report: Report, dose: Dose, dice: Dice, bombs: str) -> None:
     quiet_s = asyncio.run(quiet_gaps_s(server.port))
     engine, before_bytes, began_s = server.engine_pid, server.resident_bytes, time.monotonic()
-    attack = Attack(server.port, dose(NUM_BOMBS), dice(20))
+    attack = Attack(server.port, dose(NUM_BOMBS), dice(20), bombs)
     asyncio.run(attack.run())
     statuses = Counter(each.status for each in attack.hostile)
     grown = server.resident_bytes - before_bytes
-    report(f"{len(attack.hostile)} grammar bombs: statuses", dict(sorted(statuses.items())))
+    report(f"{len(attack.hostile)} grammar bombs ({bombs}): statuses", dict(sorted(statuses.items())))
     report("slowest answer to a bomb, s", round(max(each.seconds for each in attack.hostile), 2))
     report("meanwhile requests of another tenant, half with a new schema", len(attack.innocent))
     report("  their p50 and p99, s", [round(percentile([r.seconds for r in attack.innocent], p), 3) for p in (50, 99)])
