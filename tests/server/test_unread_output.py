@@ -146,3 +146,20 @@ def test_a_served_stream_with_much_unread_is_aborted(
             assert load(client)["num_requests"] == 0
             check_control(client)
         wait_until_at_rest(client)
+
+
+def test_a_request_that_another_engine_begins_again_has_nothing_of_the_first(child: EngineProcess) -> None:
+    async def play() -> None:
+        bench, other = Bench(child, 2), request_stream.PendingOutput()
+        stream, neighbour = bench.streams
+        await bench.step(0, 1, num_tokens=3)
+        before_bytes = stream.unread.num_bytes
+        stream.restart(stream.state, lambda closed: None, other)
+        assert neighbour.unread.num_bytes * 2 == before_bytes and not other.streams
+        await bench.step(0)
+        assert list(other.streams) == [stream]
+        delta = await stream.receive()
+        assert isinstance(delta, Delta) and list(delta.token_ids) == [7], "tokens of the lost engine were kept"
+        assert other.num_bytes == 0 and not other.streams
+
+    asyncio.run(play())
