@@ -88,3 +88,17 @@ def test_a_refused_upload_takes_no_place(tmp_path: Path) -> None:
     for upload in uploads:
         store.end(upload)
     store.close()
+
+
+def test_uploads_at_once_share_what_their_owner_may_have(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, LIMIT, lambda: 0.0)
+    first, second, other = store.begin("one", "one"), store.begin("one", "one"), store.begin("two", "two")
+    first.write(b"x" * 60)
+    other.write(b"x" * 100)
+    with pytest.raises(FilesFull, match="--files-limit"):
+        second.write(b"x" * 60)
+    store.end(second)
+    first.write(b"x" * 40)
+    for upload in (first, other):
+        store.end(upload)
+    store.close()
