@@ -1,4 +1,4 @@
-"""An EAGLE-3 head against plain torch, and what the decoder copies for it against transformers."""
+"""Heads that draft against plain torch, and what the decoder copies for them against transformers."""
 
 from pathlib import Path
 
@@ -43,6 +43,31 @@ def test_what_enters_layers_is_copied_for_every_token(family: str, name: str) ->
     wanted = torch.cat([torch.cat([each[layer][0] for layer in layers], dim=-1) for each in states])
     assert capture.states is not None
     assert torch.allclose(capture.states, wanted, atol=1e-4)
+
+
+@each_kernels
+@pytest.mark.parametrize("family", choices(["gemma3", "qwen2"], list(BY_NAME)))
+def test_what_leaves_the_last_layer_is_copied_for_every_token(family: str, name: str) -> None:
+    """Before the final norm, though only some tokens are selected, whose outputs stay the same."""
+    twin, selected = build(BY_NAME[family]), torch.tensor([8, 9, 23])
+    pages = Pages.shuffled(LENGTHS, 4, 0)
+    layout = pages.layout({number: Part(0, length) for number, length in enumerate(LENGTHS)})
+    tokens = torch.tensor([token for text in texts() for token in text])
+    plain, capturing = (Decoder(twin.spec, twin.weights, cpu_kernels(name), 32) for _ in range(2))
+    layers = (twin.spec.num_layers, 1)
+    capture = capturing.capture(layers)
+    outputs = [
+        decoder.forward(tokens, layout, torch.zeros(decoder.kv_geometry.store_shape(pages.num_blocks, 4)), selected)
+        for decoder in (plain, capturing)
+    ]
+    assert torch.allclose(*outputs, atol=1e-6)
+    found: list[torch.Tensor] = []
+    hook = twin.peer.model.layers[-1].register_forward_hook(lambda _, __, output: found.append(output[0]))
+    with torch.inference_mode():
+        entering = [twin.peer(torch.tensor([text]), output_hidden_states=True).hidden_states[1][0] for text in texts()]
+    hook.remove()
+    assert capture.states is not None
+    assert torch.allclose(capture.states, torch.cat([torch.cat(found), torch.cat(entering)], dim=-1), atol=1e-3)
 
 
 @each_kernels

@@ -169,7 +169,8 @@ class DecoderTables(NamedTuple):
 
 
 class LayerCapture:
-    """Copies of what enters some layers, of all tokens of the latest step: an EAGLE head reads them."""
+    """Copies of what enters some layers, of all tokens of the latest step: heads that draft read them. The number of
+    layers stands for what leaves the last one, before the final norm."""
 
     __slots__ = ("layers", "states")
 

@@ -151,7 +151,8 @@ class Decoder:
         )
 
     def capture(self, layers: tuple[int, ...]) -> LayerCapture:
-        """Copy what enters these layers in every step from now on."""
+        """Copy what enters these layers in every step from now on. For what leaves the last one, that is computed for
+        all tokens, selected or not."""
         self._capture = LayerCapture(layers)
         if self._stack is not None:
             self._stack.capture_into(self._capture)
@@ -211,18 +212,23 @@ class Decoder:
         step = self._kernels.plan(layout, block_size=kv.shape[3])
         normed, residual = self._first_inputs(embedded, len(tokens))
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        captured = () if self._capture is None else self._capture.layers
         entering: dict[int, Tensor] = {}
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            if self._capture is not None and index in self._capture.layers:
+            if index in captured:
                 entering[index] = residual.clone()
-            rows_kept = selected if layer is self._layers[-1] and self._sends is None else None
+            selects = layer is self._layers[-1] and self._sends is None and len(self._layers) not in captured
+            rows_kept = selected if selects else None
             attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
             if rows_kept is not None:
                 residual = residual.index_select(0, rows_kept)
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         if self._capture is not None:
-            self._capture.states = torch.cat([entering[index] for index in self._capture.layers], dim=1)
+            entering[len(self._layers)] = residual
+            self._capture.states = torch.cat([entering[index] for index in captured], dim=1)
+            if len(self._layers) in captured and selected is not None:
+                normed = normed.index_select(0, selected)
         if self._sends is None:
             return normed
         self._sends(residual)

@@ -314,7 +314,8 @@ class NativeStack:
     def __call__(
         self, embedded: Tensor, layout: StepLayout, rotations: Sequence[Rotation], kv: Tensor, selected: Tensor | None
     ) -> Tensor:
-        step = _StepMemory(layout, rotations, kv, selected)
+        whole = self._capture is not None and len(self._layers) in self._capture.layers
+        step = _StepMemory(layout, rotations, kv, None if whole else selected)
         self.captured_states(step.native, len(embedded))
         output = torch.empty_like(embedded)
         self._kernels._call.quire_forward(
@@ -324,7 +325,9 @@ class NativeStack:
             embedded.data_ptr(),
             output.data_ptr(),
         )
-        return output if selected is None else output[: len(selected)]
+        if selected is None:
+            return output
+        return output[selected] if whole else output[: len(selected)]
 
     def greedy_step(
         self, tables: DecoderTables, rows: IntArray, columns: RowColumns, ends: EndColumns, kv: Tensor

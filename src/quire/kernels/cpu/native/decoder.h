@@ -41,8 +41,10 @@ struct Step {
     const int64_t* selected;  // or null
     int32_t num_selected;
     int32_t num_captured;
-    int32_t captured_layers[4];  // what enters each of these layers is copied,
-    float* captured;             // to [tokens, num_captured, hidden], or null
+    // What enters each of these layers is copied to [tokens, num_captured, hidden], or null. The number of layers: what
+    // leaves the last one, for which no tokens are selected.
+    int32_t captured_layers[4];
+    float* captured;
 };
 
 static inline KvLayer layer_of(const Step& step, int index) {
@@ -135,13 +137,14 @@ public:
                 if (!last) project(worker, index + 1, first, count, out);
             });
         }
+        capture(model_.num_layers, residual);
     }
 
 private:
     int64_t qkv_width() const { return (int64_t)(model_.heads.queries + 2 * model_.heads.keys) * model_.heads.dim; }
     int64_t attended_width() const { return (int64_t)model_.heads.queries * model_.heads.dim; }
 
-    // What enters a layer, of all tokens, if it is asked for.
+    // What enters a layer, or leaves the last one, of all tokens, if it is asked for.
     void capture(int index, const float* residual) {
         const int64_t width = model_.hidden, stride = step_.num_captured * width;
         for (int k = 0; k < step_.num_captured; k++)
