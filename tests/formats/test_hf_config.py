@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.core.errors import BrokenModelFile, QuireError, UnsupportedModel
-from quire.core.model import ModelSpec, RopeKind
+from quire.core.model import ModelSpec, RopeKind, RopeSpec
 from quire.formats.hf_config import read_spec
 from quire.formats.json_fields import JsonFields
 from quire.formats.presets import SHAPES, dummy_checkpoint
@@ -95,6 +95,22 @@ def test_every_family_is_read_as_transformers_saves_it(family: str) -> None:
     assert spec.head_dim == (getattr(config, "head_dim", None) or 16)
     assert spec.norm_eps == config.rms_norm_eps
     assert spec.tied_embeddings == config.tie_word_embeddings
+
+
+def test_published_mimo_config_is_a_qwen2() -> None:
+    """Its file says attention_bias, which only queries, keys and values have; and asks for code, which is not run."""
+    published = {
+        "architectures": ["MiMoForCausalLM"], "auto_map": {"AutoModel": "modeling_mimo.MiMoModel"},
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 32768,
+        "max_window_layers": 32, "model_type": "mimo", "num_attention_heads": 32, "head_dim": 128,
+        "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 640000,
+        "sliding_window": 32768, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151680,
+        "attention_bias": True, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    spec = spec_of(published)
+    assert spec == replace(spec_of(published | {"architectures": ["Qwen2ForCausalLM"]}), family="mimo")
+    assert (spec.head_dim, spec.rope, spec.windows) == (128, RopeSpec(640_000.0, 128), ())
+    assert spec.qkv_bias and not spec.output_bias and spec_of(published | {"architectures": None}) == spec
 
 
 @pytest.mark.parametrize(

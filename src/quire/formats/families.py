@@ -45,6 +45,7 @@ class ModelFamily:
     local_rope: bool = False
     fused_projections: bool = False  # qkv and gate_up are fused in the files
     interleaved_in_gguf: bool = False  # llama.cpp's converter reorders the rows of queries and keys
+    mtp_layers: str = ""  # how names of tensors of multi-token-prediction layers begin; the model skips these
 
 
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -58,6 +59,15 @@ FAMILIES: tuple[ModelFamily, ...] = (
         default_window=4096,
     ),
     ModelFamily("qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2", bias=BiasRule.QKV, windows=WindowRule.UPPER_LAYERS),
+    ModelFamily(
+        "mimo",
+        "MiMoForCausalLM",
+        "mimo",
+        gguf=None,
+        bias=BiasRule.QKV,
+        windows=WindowRule.UPPER_LAYERS,
+        mtp_layers="model.mtp_layers.",
+    ),
     ModelFamily(
         "qwen3",
         "Qwen3ForCausalLM",

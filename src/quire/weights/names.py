@@ -140,12 +140,14 @@ def expected_tensors(spec: ModelSpec, source: CheckpointSource) -> dict[str, Wei
 
 
 def is_ignorable(name: str, spec: ModelSpec, source: CheckpointSource) -> bool:
-    """Redundant tensors that may be present: rope buffers, rope factors, the copy of a tied head."""
+    """Tensors that may be present and that the model does not need: rope buffers, rope factors, the copy of a tied
+    head, layers that only draft."""
     if spec.tied_embeddings and name == SCHEMES[source].head:
         return True
     if source is CheckpointSource.GGUF:
         return name in ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-    return name.endswith("rotary_emb.inv_freq")
+    drafting = BY_NAME[spec.family].mtp_layers
+    return name.endswith("rotary_emb.inv_freq") or bool(drafting and name.startswith(drafting))
 
 
 def _rows(spec: ModelSpec, part: FusedPart, num_rows: int) -> RowRange:
