@@ -182,7 +182,8 @@ class EngineConfig:
             "drafts", "Draft tokens and verify several in a step; outputs stay the same. grammar: what a grammar "
             "forces; ngram: also from the request's own text; tree: from earlier requests with the same prefix; auto: "
             "all of these; draft:MODEL: from a smaller model with the same tokenizer; eagle:PATH: from an EAGLE-3 head "
-            "of the model; both also as ngram+draft:MODEL.",
+            "of the model; mtp: from the multi-token-prediction layer in the model's files; these three also as "
+            "ngram+draft:MODEL.",
             flag="--speculative", choices=SPECULATIVE, metavar="DRAFTS",
         ),
     )  # fmt: skip
@@ -368,7 +369,7 @@ _REPLICAS = "use --replicas of quire serve"
 _REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _MAPPED = "weights are read once, into memory that the engine owns; omit it"
 _ADAPTERS = "LoRA adapters are not read: merge the adapter into the model and serve that"
-_DRAFTS = "use {speculative}, with ngram, draft:MODEL or eagle:PATH"
+_DRAFTS = "use {speculative}, with ngram, mtp, draft:MODEL or eagle:PATH"
 _TOKENIZER = "the tokenizer is that of the model's files; omit it"
 _SHAPE = "the model's shape and positions are those of its files; omit it"
 _KV_PLACE = "the KV cache is where the model runs; omit it"

@@ -77,7 +77,7 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("stop smollm2", "ends with Ctrl-C"),
         ("create x -f Modelfile", "quire serve takes a folder"),
         ("serve --enable-lora", "merge the adapter into the model"),
-        ("serve -md x.gguf", "There is no -md here: use --speculative, with ngram, draft:MODEL or eagle:PATH."),
+        ("serve -md x.gguf", "There is no -md here: use --speculative, with ngram, mtp, draft:MODEL or eagle:PATH."),
         ("serve a b", "Got unexpected extra argument (b). Several models are tables [models.NAME] of a file"),
         ("bench transformer", "Did you mean transformers?"),
         ("serve --model smollm2 --port 80", "quire serve smollm2\n"),

@@ -1,4 +1,4 @@
-"""The folder of an EAGLE-3 head: what is read of its configuration, and what is refused before weights are read."""
+"""Heads that draft: what is read of their files, and what is refused before weights are read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.core.errors import BrokenModelFile, QuireError
+from quire.core.errors import BrokenModelFile, ConfigError, QuireError
 from quire.core.model import ModelSpec, RopeSpec
-from quire.formats.eagle_head import open_eagle_head
+from quire.formats.eagle_head import open_eagle_head, open_mtp_layer
+from quire.formats.hf_folder import open_folder
 from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.names import expected_tensors
 from tests.llm.tiny import VOCAB, tiny_llama
 from tests.models.eagle_reference import ReferenceHead
+from tests.models.mtp_reference import ReferenceMtpLayer, tiny_qwen2
 
 TARGET = ModelSpec("llama", 12, 64, 4, 2, 16, 96, VOCAB, 512, 1e-6, RopeSpec(10_000.0, 16), tied_embeddings=False)
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -54,8 +57,8 @@ def test_the_layers_that_a_head_reads(
         ({"attention_bias": True}, r"lacks tensors that .*: midlayer.self_attn.k_proj.bias, midlayer.self_attn"),
         ({"prefix": "draft."}, r"lacks tensors that .*: d2t, fc.weight, lm_head.weight, .* and more"),
         ({"architectures": ["LlamaForCausalLMEagle"]}, r"is a LlamaForCausalLMEagle, and no EAGLE-3 head that quire"),
-        ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, r"NextN: multi-token-prediction layers, which no"),
-        ({"architectures": ["Qwen3NextMTP"]}, r"is a Qwen3NextMTP: multi-token-prediction layers"),
+        ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, r"NextN: multi-token-prediction layers, which qu"),
+        ({"architectures": ["Qwen3NextMTP"]}, r"is a Qwen3NextMTP: .* and only of MiMoForCausalLM\."),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized with gptq, which quire does not read yet"),
     ],
 )  # fmt: skip
@@ -86,3 +89,36 @@ def test_a_map_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     checkpoint = open_eagle_head(reference.write(tmp_path), TARGET, "the model")
     with pytest.raises(BrokenModelFile, match="128 draft tokens to 128 tokens from 3 to 297; each needs its own, from"):
         load_eagle_weights(checkpoint, torch.float32, torch.device("cpu"))
+
+
+def test_the_layer_among_the_tensors_of_a_model(tmp_path: Path) -> None:
+    checkpoint = open_folder(ReferenceMtpLayer(tiny_qwen2()).write(tmp_path))
+    head = open_mtp_layer(checkpoint, "the model", "mtp")
+    assert head.spec.captured_layers == (2,) and head.spec.layer.num_layers == 1 and checkpoint.spec.num_layers == 2
+    assert not (head.spec.own_embedding or head.spec.own_head or head.spec.maps_tokens) and head.spec.layer.qkv_bias
+    assert sorted({*expected_tensors(checkpoint.spec, checkpoint.source)} ^ {*checkpoint.tensors}) == sorted(
+        f"model.mtp_layers.0.{name}" for name in head.tensors
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"without": "input_proj.weight"}, r"\(model.mtp_layers.0\) lacks tensors that a multi-token-prediction layer"),
+        ({"without": "self_attn.k_proj.bias"}, r"multi-token-prediction layer needs: self_attn.k_proj.bias\."),
+        ({"copies": 2}, r"has 2 multi-token-prediction layers \(model.mtp_layers.\*, numbered 0, 1\); quire reads"),
+        ({"intermediate_size": 80}, r"mtp_layers.0.mlp.gate_proj.weight in .* shape \(96, 64\), but .* \(80, 64\)"),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    folder = ReferenceMtpLayer(tiny_qwen2()).write(tmp_path, **changes)  # type: ignore[arg-type]
+    with pytest.raises(QuireError, match=message):
+        open_mtp_layer(open_folder(folder), "the model", "mtp")
+
+
+def test_a_model_of_another_family_has_no_layer(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"speculative is tree\+mtp, and the model is a llama: it has no multi-token-"
+    ):
+        open_mtp_layer(open_folder(tmp_path), "the model", "tree+mtp")

@@ -1,6 +1,10 @@
-"""The model that has a multi-token-prediction layer, MiMo, says what a Qwen2 with its weights says."""
+"""Multi-token-prediction layers in whole engines: outputs are those without, and drafts are those of transformers'
+modules. The model that has one, MiMo, says what a Qwen2 with its weights says."""
 
 import logging
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +12,19 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.core.errors import ConfigError, QuireError
+from quire.core.ids import IntArray
+from quire.core.speculative import DRAFTERS
+from quire.engine.build import build
 from quire.engine.open_model import open_model
-from tests.llm.test_speculation import PROMPTS, said
+from quire.engine.prefix_transfer import EngineRole
+from quire.runner.draft_model import DraftModel
+from quire.sched.audit import audit_rest
+from tests.llm.drafting import always
+from tests.llm.test_speculation import FREE, KINDS, PROMPTS, said
 from tests.llm.tiny import byte_ids, write_model
 from tests.models.mtp_reference import ReferenceMtpLayer, tiny_qwen2
+from tests.tiers import choices, examples
 
 SETTINGS = {"dtype": "float32", "quantization": "none"}
 
@@ -22,8 +35,33 @@ def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ReferenceMtpLayer(tiny_qwen2()).write(tmp_path_factory.mktemp("mimo"))
+def reference(qwen2_folder: Path) -> ReferenceMtpLayer:
+    """Trained on what the model says after some prompts, so that some of its drafts are right."""
+    outputs = LLM(str(qwen2_folder), **SETTINGS).generate(PROMPTS, SamplingParams(**FREE))
+    texts = [byte_ids(text) + list(each.outputs[0].token_ids) for text, each in zip(PROMPTS, outputs, strict=True)]
+    return ReferenceMtpLayer(tiny_qwen2()).train_on(texts, 40)
+
+
+@pytest.fixture(scope="module")
+def folder(reference: ReferenceMtpLayer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.write(tmp_path_factory.mktemp("mimo"))
+
+
+Proposal = tuple[list[int], list[int]]  # a text, and its drafts
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proposal]]:
+    found: list[Proposal] = []
+    propose = DraftModel.propose
+
+    def noting(self: DraftModel, rows: list[int], counts: list[int], texts: list[IntArray]) -> list[IntArray]:
+        drafted = propose(self, rows, counts, texts)  # type: ignore[arg-type]
+        found.extend((text.tolist(), drafts.tolist()) for text, drafts in zip(texts, drafted, strict=True))
+        return drafted
+
+    monkeypatch.setattr(DraftModel, "propose", noting)
+    yield found
 
 
 @torch.inference_mode()
@@ -45,3 +83,108 @@ def test_a_mimo_says_what_a_qwen2_with_its_weights_says(
         for place, (token, scores) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True), len(known) - 1):
             assert token == int(truth[place].argmax())
             assert scores[token].logprob == pytest.approx(truth[place, token].item(), abs=1e-4)
+
+
+def test_drafts_are_those_of_the_reference(
+    folder: Path, reference: ReferenceMtpLayer, proposals: list[Proposal]
+) -> None:
+    """Prompts in chunks beside rows that draft, steps without drafts, prefixes that are found again, and a cache for
+    two of five: preempted and swapped."""
+    settings = SETTINGS | {"max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 128}
+    settings |= {"host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    plain = LLM(str(folder), kv_cache_memory=12 * 16 * 2 * 2 * 2 * 16 * 4, **settings)
+    token_bytes = (2 * 2 * 2 * 16 + 2 * 2 * 16 + 64) * 4  # keys and values of two layers, and of its one; a state
+    drafting = LLM(str(folder), kv_cache_memory=12 * 16 * token_bytes, speculative="mtp", **settings)
+    assert drafting._built.resolved.num_blocks == 12 and drafting._built.resolved.drafters == ("mtp",)
+    assert drafting._built.memory.weights > plain._built.memory.weights
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [text * 2 for text in PROMPTS]
+    wanted = said(plain.generate(prompts, params))
+    (alone,) = drafting.generate(prompts[0], params)  # steps without drafts, most of them repeated
+    assert said([alone]) == wanted[:1]
+    known = byte_ids(prompts[0]) + list(alone.outputs[0].token_ids)
+    always(drafting).generate([known], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    for _ in range(2):
+        assert said(drafting.generate(prompts, params)) == wanted
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.preemptions > 0 and counters.moved_blocks > 0
+    assert counters.drafted_tokens > counters.accepted_tokens > 20
+    by_drafter = dict(zip(DRAFTERS, counters.drafted_by, strict=True))
+    assert by_drafter["mtp"] == counters.drafted_tokens and by_drafter["eagle"] == 0
+    audit_rest(drafting._built.engine.scheduler)
+    tested = [(text, drafts) for text, drafts in proposals if drafts][:: examples(9, 1)]
+    assert len(tested) > 15 and max(len(drafts) for _, drafts in tested) > 2
+    assert [reference.drafts(text, len(drafts)) for text, drafts in tested] == [drafts for _, drafts in tested]
+
+
+def test_the_layer_has_the_states_of_every_token_that_the_model_computed(folder: Path) -> None:
+    """Of prompts, of which one token is sampled, and of repeated steps; they are those of transformers."""
+    built = LLM(str(folder), speculative="mtp", **SETTINGS)._built
+    llm, runner = LLM.over(built), built.engine._loop._runner
+    (alone,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    known = [*alone.prompt_token_ids, *alone.outputs[0].token_ids][:-1]
+    runner._features._write()
+    store = runner._features.stores.device[1:, 0]  # without the null block
+    found = store.flatten(-2).transpose(1, 2).flatten(2).flatten(0, 1)  # [tokens, hidden]
+    wanted = ReferenceMtpLayer(tiny_qwen2()).states(known)
+    assert torch.allclose(found[: len(known)], wanted, atol=1e-3) and not found[len(known) :].any()
+    assert runner._greedy_step is not None
+
+
+def test_outputs_with_a_layer_are_the_same(folder: Path) -> None:
+    plain = LLM(str(folder), **SETTINGS, block_size=4)
+    drafting = always(LLM(str(folder), **SETTINGS, block_size=4, speculative="ngram+mtp"))
+    for kind in choices(("siblings", "cut"), tuple(KINDS)):
+        params = SamplingParams(**{"max_tokens": 24} | KINDS[kind])
+        assert said(drafting.generate(PROMPTS, params)) == said(plain.generate(PROMPTS, params))
+    counters = drafting._built.engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens > 0
+
+
+def test_text_and_tree_draft_before_the_layer(folder: Path) -> None:
+    plain, drafting = LLM(str(folder), **SETTINGS), LLM(str(folder), **SETTINGS, speculative="auto+mtp")
+    assert drafting._built.resolved.drafters == ("ngram", "tree", "mtp")
+    for _ in range(2):
+        outputs = always(drafting).generate(PROMPTS, SamplingParams(**FREE))
+        assert said(outputs) == said(plain.generate(PROMPTS, SamplingParams(**FREE)))
+    drafted = dict(zip(DRAFTERS, drafting._built.engine.scheduler.counters.drafted_by, strict=True))
+    assert min(drafted["tree"], drafted["mtp"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda"}, "the device is a GPU: so far, multi-token-prediction layers run on CPUs only. Use --spec"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model in one"),
+        (
+            {"enable_prefix_caching": False, "speculative": "tree+mtp"},
+            "speculative is tree+mtp, which drafts from the prefix cache, and prefix caching is off. Use "
+            "--speculative mtp, or omit",
+        ),
+        ({"speculative": "mtp+ngram"}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, mtp"),
+        ({"speculative": "+mtp"}, "the last three also behind ngram+, tree+ or auto+, not '+mtp'."),
+        ({"speculative": "grammar+mtp"}, "the last three also behind ngram+, tree+ or auto+, not"),
+    ],
+)  # fmt: skip
+def test_where_layers_are_refused(settings: dict[str, object], message: str, folder: Path) -> None:
+    with pytest.raises(QuireError, match=re.escape(message)):
+        config = EngineConfig(str(folder), **({"speculative": "mtp"} | settings))  # type: ignore[arg-type]
+        open_model(config)
+        build(config)
+
+
+def test_models_without_a_layer_are_told_so(qwen2_folder: Path, folder: Path, tmp_path: Path) -> None:
+    """Before weights are loaded. A model that was trained further may have lost its layer: it runs without."""
+    with pytest.raises(ConfigError, match=r"is a qwen2: it has no multi-token-prediction layer\. Such layers are read"):
+        open_model(EngineConfig(str(qwen2_folder), speculative="mtp"))
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    shutil.copy(qwen2_folder / "model.safetensors", bare)
+    with pytest.raises(ConfigError, match=r"holds no tensors model\.mtp_layers\.\*: it .* of MiMoForCausalLM\. Use"):
+        open_model(EngineConfig(str(bare), speculative="ngram+mtp"))
+    assert LLM(str(bare), **SETTINGS).generate("x", SamplingParams(max_tokens=2, ignore_eos=True))
+
+
+def test_a_prefill_engine_has_no_layer(folder: Path) -> None:
+    config = EngineConfig(str(folder), device="cpu", speculative="mtp")
+    with pytest.raises(ConfigError, match=r"copies the KV blocks of one model, and --speculative mtp has two; omit"):
+        build(config, role=EngineRole.DECODE)

@@ -390,9 +390,9 @@ def test_a_draft_model_on_a_gpu_needs_kernels_that_can_be_captured(
         ("draft:{missing}", {}, "missing"),
         ("draft:{same}", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model"),
         ("tree+draft:{same}", {"enable_prefix_caching": False}, "prefix caching is off. Use --speculative draft:"),
-        ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, or draft:MODEL or ea"),
-        ("grammar+draft:{same}", {}, "or eagle:PATH, also behind ngram+, tree+ or auto+, not"),
-        ("draft+ngram", {}, "or eagle:PATH, also behind ngram+, tree+ or auto+, not"),
+        ("draft:", {}, "speculative must be one of off, grammar, ngram, tree, ngram+tree, auto, mtp, or draft:MODEL o"),
+        ("grammar+draft:{same}", {}, "or eagle:PATH, the last three also behind ngram+, tree"),
+        ("draft+ngram", {}, "or eagle:PATH, the last three also behind ngram+, tree"),
     ],
 )  # fmt: skip
 def test_draft_models_that_are_refused(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.formats.eagle_head import open_eagle_head
+from quire.formats.eagle_head import open_eagle_head, open_mtp_layer
+from quire.formats.hf_folder import open_folder
 from quire.models.decoder import Decoder
 from quire.models.eagle_head import EagleHead
 from quire.runner.kv_store import new_store
@@ -14,6 +15,7 @@ from tests.kernels.cpu_kernels import cpu_kernels, each_kernels
 from tests.kernels.layouts import Pages, Part
 from tests.models.eagle_reference import ReferenceHead
 from tests.models.families import FAMILIES, VOCAB, build
+from tests.models.mtp_reference import ReferenceMtpLayer
 from tests.tiers import choices
 
 LENGTHS = [9, 1, 14]
@@ -90,3 +92,33 @@ def test_the_head_says_what_the_reference_says(tmp_path: Path, name: str) -> Non
         logits, drafted = head.logits(hidden), reference.t2d
         assert torch.allclose(logits[:, drafted], reference.logits(wanted), atol=1e-3)
     assert logits.shape == (len(tokens), VOCAB) and bool((logits[:, ~drafted] == -torch.inf).all())
+
+
+@each_kernels
+def test_a_multi_token_prediction_layer_says_what_the_reference_says(tmp_path: Path, name: str) -> None:
+    """Behind the tokens of a text, and behind its own output; with the embedding and the head of the model."""
+    twin, kernels, text = build(BY_NAME["qwen2"]), cpu_kernels(name), texts()[2]
+    reference = ReferenceMtpLayer(twin.peer, seed=4)
+    checkpoint = open_mtp_layer(open_folder(reference.write(tmp_path)), "the model", "mtp")
+    assert checkpoint.spec.captured_layers == (twin.spec.num_layers,)
+    target = Decoder(twin.spec, twin.weights, kernels, 32)
+    weights = load_eagle_weights(checkpoint, torch.float32, CPU)
+    head = EagleHead(checkpoint.spec, weights, kernels, 32, target.embed, target.logits)
+    pages = Pages.shuffled([len(text)], 4, 1)
+    store = new_store(head.kv_geometry, pages.num_blocks, 4, CPU).device
+    with torch.inference_mode():
+        tokens, states = torch.tensor(text[1:]), head.fuse(reference.states(text)[:-1])
+        wanted = reference.pairs(tokens, states)
+        hidden = head.forward(tokens, pages.layout({0: Part(0, len(tokens))}), store, None, states)
+        assert torch.allclose(hidden, wanted, atol=1e-4)
+        assert torch.allclose(head.logits(hidden), reference.logits(wanted), atol=1e-3)
+        draft = head.logits(hidden[-1:]).argmax(-1)
+        layout = pages.layout({0: Part(len(tokens), 1)})
+        following = head.forward(draft, layout, store, None, hidden[-1:])
+        wanted = reference.pairs(torch.cat([tokens, draft]), torch.cat([states, wanted[-1:]]))
+        assert torch.allclose(following, wanted[-1:], atol=1e-4)
+    matrices = (
+        weights.join,
+        *(getattr(weights.layer.layers[0], each) for each in ("qkv", "output", "gate_up", "down")),
+    )
+    assert weights.fuse is None and head.num_bytes >= sum(each.nbytes for each in matrices) > 0

@@ -81,12 +81,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """An EAGLE-3 head: one layer that reads a token and the hidden states of the model before it."""
+    """A head that drafts: one layer that reads a token and the hidden states of the model before it."""
 
-    layer: ModelSpec  # its vocabulary is that of the drafts; queries, keys and values read twice its hidden size
+    layer: ModelSpec  # its vocabulary is that of the drafts
     target_hidden_size: int
     target_vocab_size: int
-    captured_layers: tuple[int, ...]  # of the model: what enters them is what the head reads
+    captured_layers: tuple[int, ...]  # of the model: what enters them is read; their number: what leaves the last
     norm_before_residual: bool = False  # the residual of its layer begins with the normed hidden state
     own_embedding: bool = False  # False: that of the model
     maps_tokens: bool = False  # a stored map has the model's token of each draft token
+    own_head: bool = True  # False: the model's, behind a norm of its own
+    source: str = "eagle"  # what it is, by its name among drafters: "eagle", or "mtp", a layer of the model's own files

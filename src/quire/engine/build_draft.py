@@ -1,5 +1,5 @@
-"""Builds the draft model of speculative decoding, or an EAGLE head: kernels, weights and KV store, beside those of the
-model."""
+"""Builds the draft model of speculative decoding, or a head that drafts: kernels, weights and KV store, beside those of
+the model."""
 
 import time
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class LoadedDraft:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """The weights of an EAGLE head, before the KV cache is sized."""
+    """The weights of an EAGLE head or a multi-token-prediction layer, before the KV cache is sized."""
 
     checkpoint: EagleCheckpoint
     choice: KernelChoice
@@ -133,7 +133,7 @@ def _build_head(
     loaded: LoadedHead, target: Decoder, resolved: ResolvedConfig, device: torch.device, reporter: StartupReporter
 ) -> BuiltDraft:
     spec = loaded.checkpoint.spec
-    head = EagleHead(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len, target.embed)
+    head = EagleHead(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len, target.embed, target.logits)
     stores = make_stores(head, resolved, loaded.choice, device)
     stores.device.zero_()  # the last slot of a shared block may be read before its row wrote it
     features = DraftFeatures(
@@ -150,7 +150,9 @@ def _build_head(
     )
     warm_up(head, stores)
     times = time_steps(head, stores, time.monotonic)
-    reads = ", ".join(map(str, spec.captured_layers))
-    reporter.done("EAGLE head", f"reads layers {reads} · one row {1e3 * times.decode_s:.2f} ms")
+    what, reads = "EAGLE head", f"layers {', '.join(map(str, spec.captured_layers))}"
+    if spec.source == "mtp":
+        what, reads = "multi-token-prediction layer", "what leaves the last layer"
+    reporter.done(what, f"reads {reads} · one row {1e3 * times.decode_s:.2f} ms")
     config = DraftModelConfig(head, stores, spec.layer.max_positions, spec.target_vocab_size, features)
     return BuiltDraft(config, head.num_bytes, times)

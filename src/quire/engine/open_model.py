@@ -17,7 +17,7 @@ from quire.core.sharding import check_divisible, check_stages
 from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
-from quire.formats.eagle_head import EagleCheckpoint, open_eagle_head
+from quire.formats.eagle_head import EagleCheckpoint, open_eagle_head, open_mtp_layer
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
     _, wanted, kind = parse_sources(config.speculative)
     if wanted is None:
         return None
-    if config.device == "cuda" and kind == "eagle":
+    if config.device == "cuda" and kind in ("eagle", "mtp"):
         raise head_on_gpu_refused(config.speculative)
     if config.tensor_parallel_size > 1:
         raise ConfigError(
@@ -86,6 +86,8 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
             f"model runs beside a model in one process only. Use --tensor-parallel-size 1, or --speculative auto.",
             param="speculative",
         )
+    if kind == "mtp":
+        return open_mtp_layer(opened.checkpoint, opened.name, config.speculative)
     if kind == "eagle":
         return _open_head(config, wanted, opened, fetching)
     name, checkpoint = find_checkpoint(replace(config, model=wanted, revision=None), fetching)
@@ -120,8 +122,9 @@ def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching:
 
 
 def head_on_gpu_refused(speculative: str) -> ConfigError:
+    what = {"eagle": "EAGLE heads", "mtp": "multi-token-prediction layers"}[parse_sources(speculative).kind]
     return ConfigError(
-        f"speculative is {speculative}, and the device is a GPU: so far, EAGLE heads run on CPUs only. Use "
+        f"speculative is {speculative}, and the device is a GPU: so far, {what} run on CPUs only. Use "
         f"--speculative auto or --speculative draft:MODEL, or --device cpu.",
         param="speculative",
     )

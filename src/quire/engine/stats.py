@@ -165,6 +165,7 @@ class EngineStats:
     drafted_by_text: int
     drafted_by_draft: int
     drafted_by_eagle: int
+    drafted_by_mtp: int
     drafted_by_unknown: int
     accepted_by_grammar: int
     accepted_by_tree: int
@@ -172,6 +173,7 @@ class EngineStats:
     accepted_by_text: int
     accepted_by_draft: int
     accepted_by_eagle: int
+    accepted_by_mtp: int
     accepted_by_unknown: int
     steps_itl: int  # steps whose prompt tokens this bound limited
     steps_load: int

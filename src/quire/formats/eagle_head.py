@@ -1,19 +1,23 @@
-"""Opens the folder of an EAGLE-3 head: config.json and the headers of its tensors, checked against the model.
+"""Opens a head that drafts: the headers of its tensors, checked against the model. Never reads the bytes of tensors.
 
-As SpecForge, SGLang and the authors of EAGLE-3 write them: one decoder layer (`midlayer`) whose queries, keys and
-values read the token's embedding beside a hidden state; `fc`, which makes that state of three of the model's;
-a head over a smaller vocabulary, and `d2t`, by which a draft token differs from its token in the model. Never reads the
-bytes of tensors.
+An EAGLE-3 head has a folder of its own, with a config.json. As SpecForge, SGLang and the authors of EAGLE-3 write them:
+one decoder layer (`midlayer`) whose queries, keys and values read the token's embedding beside a hidden state; `fc`,
+which makes that state of three of the model's; a head over a smaller vocabulary, and `d2t`, by which a draft token
+differs from its token in the model.
+
+A multi-token-prediction layer is in the model's own files: one decoder layer as the model has, behind a matrix that
+joins the embedding and a hidden state. Embedding and head are the model's.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from quire.core.errors import BrokenModelFile, ModelNotFound, UnsupportedModel
+from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound, UnsupportedModel
 from quire.core.model import EagleSpec, ModelSpec
-from quire.formats.checkpoint import StoredTensor
-from quire.formats.families import BY_NAME
+from quire.formats.checkpoint import Checkpoint, StoredTensor
+from quire.formats.families import BY_NAME, FAMILIES
 from quire.formats.hf_config import read_spec
 from quire.formats.hf_folder import CONFIG, index_tensors, read_json, refuse_quantized
 from quire.formats.json_fields import JsonFields
@@ -22,13 +26,51 @@ _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _PREDICTS_TOKENS = ("NextN", "MTP")  # in the architectures of multi-token-prediction layers
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MAX_LAYERS = 4
+_WITH_LAYERS = ", ".join(family.architecture for family in FAMILIES if family.mtp_layers)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32")
 
 
+class HeadNames(NamedTuple):
+    """How the tensors of one kind of head are named; empty: it has none."""
+
+    title: str  # in messages
+    layer: str  # how names in its layer begin
+    token_norm: str  # of the embedding
+    state_norm: str
+    fuse: str  # makes one state of several of the model's
+    join: str  # makes one vector of state and embedding; without it, queries, keys and values read both
+    final_norm: str
+    head: str
+
+
+HEAD_NAMES = {  # by what they are as drafters
+    "eagle": HeadNames(
+        "an EAGLE-3 head",
+        "midlayer.",
+        "midlayer.input_layernorm.weight",
+        "midlayer.hidden_norm.weight",
+        "fc.weight",
+        "",
+        "norm.weight",
+        "lm_head.weight",
+    ),
+    "mtp": HeadNames(
+        "a multi-token-prediction layer",
+        "",
+        "token_layernorm.weight",
+        "hidden_layernorm.weight",
+        "",
+        "input_proj.weight",
+        "final_layernorm.weight",
+        "",
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EagleCheckpoint:
-    """Everything about a head except its weights. Tensors are named as SpecForge names them."""
+    """Everything about a head except its weights. Tensors are named by `HEAD_NAMES`."""
 
     path: Path
     spec: EagleSpec
@@ -64,8 +106,39 @@ def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleC
         own_embedding="embed_tokens.weight" in stored,
         maps_tokens="d2t" in stored,
     )
-    _check_tensors(folder, spec, stored)
+    _check_tensors(str(folder), spec, stored)
     return EagleCheckpoint(folder, spec, stored)
+
+
+def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> EagleCheckpoint:
+    """The multi-token-prediction layer among a model's own tensors."""
+    spec = checkpoint.spec
+    prefix = BY_NAME[spec.family].mtp_layers
+    stored = {each: tensor for each, tensor in checkpoint.tensors.items() if prefix and each.startswith(prefix)}
+    numbers = {each.removeprefix(prefix).split(".")[0] for each in stored}
+    if not numbers:
+        holds = f"holds no tensors {prefix}*" if prefix else f"is a {spec.family}"
+        raise ConfigError(
+            f"speculative is {speculative}, and {name} {holds}: it has no multi-token-prediction layer. Such layers "
+            f"are read from safetensors of {_WITH_LAYERS}. Use --speculative auto.",
+            param="speculative",
+        )
+    if numbers != {"0"}:
+        raise UnsupportedModel(
+            f"{checkpoint.path} has {len(numbers)} multi-token-prediction layers ({prefix}*, numbered "
+            f"{', '.join(sorted(numbers))}); quire reads models with one, number 0. Use --speculative auto."
+        )
+    head = EagleSpec(
+        layer=replace(spec, num_layers=1, tied_embeddings=False, windows=()),
+        target_hidden_size=spec.hidden_size,
+        target_vocab_size=spec.vocab_size,
+        captured_layers=(spec.num_layers,),
+        own_head=False,
+        source="mtp",
+    )
+    own = {each.removeprefix(f"{prefix}0."): tensor for each, tensor in stored.items()}
+    _check_tensors(f"{checkpoint.path} ({prefix}0)", head, own)
+    return EagleCheckpoint(checkpoint.path, head, own)
 
 
 def _check_kind(config: JsonFields) -> None:
@@ -75,8 +148,8 @@ def _check_kind(config: JsonFields) -> None:
         return
     if any(word in name for word in _PREDICTS_TOKENS):
         raise UnsupportedModel(
-            f"{config.source} is a {name}: multi-token-prediction layers, which no family has that quire reads. Use an "
-            f"EAGLE-3 head of the model, or --speculative auto."
+            f"{config.source} is a {name}: multi-token-prediction layers, which quire reads from the files of a model, "
+            f"and only of {_WITH_LAYERS}. Use an EAGLE-3 head of the model, or --speculative auto."
         )
     raise UnsupportedModel(
         f"{config.source} is a {name}, and no EAGLE-3 head that quire reads: those are {' or '.join(_ARCHITECTURES)}. "
@@ -124,26 +197,35 @@ def _canonical(name: str) -> str:
 
 def eagle_shapes(spec: EagleSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that a head must have, by its name, and its shape."""
-    layer, hidden = spec.layer, spec.layer.hidden_size
+    layer, hidden, names = spec.layer, spec.layer.hidden_size, HEAD_NAMES[spec.source]
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    read = hidden if names.join else 2 * hidden
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(spec.captured_layers) * spec.target_hidden_size),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, queries),
-        "midlayer.mlp.gate_proj.weight": (layer.ffn_size, hidden),
-        "midlayer.mlp.up_proj.weight": (layer.ffn_size, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, layer.ffn_size),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (layer.vocab_size, hidden),
+        names.token_norm: (hidden,),
+        names.state_norm: (hidden,),
+        names.fuse: (hidden, len(spec.captured_layers) * spec.target_hidden_size),
+        names.join: (hidden, 2 * hidden),
+        names.final_norm: (hidden,),
+        names.head: (layer.vocab_size, hidden),
+    }
+    inside: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, read),
+        "self_attn.k_proj.weight": (keys, read),
+        "self_attn.v_proj.weight": (keys, read),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (layer.ffn_size, hidden),
+        "mlp.up_proj.weight": (layer.ffn_size, hidden),
+        "mlp.down_proj.weight": (hidden, layer.ffn_size),
     }
     if layer.qkv_bias:
-        for part, width in (("q", queries), ("k", keys), ("v", keys), ("o", hidden)):
-            shapes[f"midlayer.self_attn.{part}_proj.bias"] = (width,)
+        widths = {"q": queries, "k": keys, "v": keys}
+        inside |= {f"self_attn.{part}_proj.bias": (width,) for part, width in widths.items()}
+    if layer.output_bias:
+        inside["self_attn.o_proj.bias"] = (hidden,)
+    shapes = {name: shape for name, shape in shapes.items() if name}
+    shapes |= {names.layer + name: shape for name, shape in inside.items()}
     if spec.own_embedding or hidden != spec.target_hidden_size:
         shapes["embed_tokens.weight"] = (spec.target_vocab_size, hidden)
     if layer.vocab_size != spec.target_vocab_size or spec.maps_tokens:
@@ -151,21 +233,24 @@ def eagle_shapes(spec: EagleSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_tensors(folder: Path, spec: EagleSpec, stored: Mapping[str, StoredTensor]) -> None:
+def _check_tensors(place: str, spec: EagleSpec, stored: Mapping[str, StoredTensor]) -> None:
     shapes = eagle_shapes(spec)
     missing = sorted(name for name in shapes if name not in stored)
     left_over = sorted(name for name in stored if name not in shapes and name != "t2d")
-    for names, words in ((missing, "lacks tensors that an EAGLE-3 head needs"), (left_over, "holds other tensors")):
+    title = HEAD_NAMES[spec.source].title
+    lacks, holds = f"lacks tensors that {title} needs", f"holds tensors that {title} does not have"
+    for names, words in ((missing, lacks), (left_over, holds)):
         if names:
-            raise BrokenModelFile(f"{folder} {words}: {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}.")
+            raise BrokenModelFile(f"{place} {words}: {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}.")
     for name, shape in shapes.items():
-        if stored[name].shape != shape:
+        tensor, readable = stored[name], _INTEGERS if name == "d2t" else _FLOATS
+        if tensor.shape != shape:
             raise BrokenModelFile(
-                f"Tensor {name} in {stored[name].path} has the shape {stored[name].shape}, but the configurations of "
-                f"the head and the model require {shape}."
+                f"Tensor {tensor.name} in {tensor.path} has the shape {tensor.shape}, but the configurations of the "
+                f"head and the model require {shape}."
             )
-        if stored[name].encoding not in (_INTEGERS if name == "d2t" else _FLOATS):
+        if tensor.encoding not in readable:
             raise UnsupportedModel(
-                f"Tensor {name} in {stored[name].path} is stored as {stored[name].encoding}, which quire does not read "
-                f"there; it reads {', '.join(_INTEGERS if name == 'd2t' else _FLOATS)}."
+                f"Tensor {tensor.name} in {tensor.path} is stored as {tensor.encoding}, which quire does not read "
+                f"there; it reads {', '.join(readable)}."
             )

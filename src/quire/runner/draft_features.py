@@ -1,4 +1,5 @@
-"""What an EAGLE head reads of the model: a fused hidden state of each token computed, in blocks of the KV cache's ids.
+"""What a head that drafts reads of the model: a hidden state of each token computed, in blocks of the KV cache's ids.
+Of an EAGLE head it is fused of several.
 
 So a head can compute the tokens of a row whenever it first drafts for it: prefix hits, forks, copies, preemptions and
 swaps are those of the KV cache. Host side, as `draft_model`.

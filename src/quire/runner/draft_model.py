@@ -5,9 +5,9 @@ copies, forks, preemptions and prefix hits are the same. The draft model compute
 drafts, so it may lag behind. `DraftedBlocks` counts how much of each block it has, and a row begins where its blocks
 end: at what another request with the same prefix had computed, or one token behind after all drafts were accepted.
 
-An EAGLE head (`models/eagle_head.py`) is such a model, too. It reads `DraftFeatures` beside tokens, and for drafts its
-own output of the position before. Its keys and values of a token are in the slot of the token before: the first token
-has none.
+An EAGLE head or a multi-token-prediction layer (`models/eagle_head.py`) is such a model, too. It reads `DraftFeatures`
+beside tokens, and for drafts its own output of the position before. Its keys and values of a token are in the slot of
+the token before: the first token has none.
 
 Host side: for runners that compute a step before `launch` returns. Wrong keys and values would cost time, and change no
 output: a draft is only ever accepted if it is the token sampled.
@@ -120,7 +120,7 @@ class DraftModel:
         self._sampler = sampler
         self._blocks = DraftedBlocks(config.stores, table)
         self._unverified: dict[Row, int] = {}  # rows with drafts in the last step, and their tokens before it
-        self.source = "draft" if self.features is None else "eagle"
+        self.source = self._model.source if isinstance(self._model, EagleHead) else "draft"
         self._lag = 0 if self.features is None else 1  # slots by which keys and values are before their token
 
     def apply(self, plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""Loads the weights of an EAGLE-3 head, whose tensors were checked when it was opened."""
+"""Loads the weights of a head that drafts, whose tensors were checked when it was opened."""
 
 import numpy as np
 import torch
@@ -6,15 +6,13 @@ from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
 from quire.formats.checkpoint import StoredTensor
-from quire.formats.eagle_head import EagleCheckpoint
+from quire.formats.eagle_head import HEAD_NAMES, EagleCheckpoint
 from quire.models.eagle_head import EagleWeights
 from quire.models.parameters import DecoderWeights, LayerWeights
 from quire.weights.dequantize import FloatsOnly
 from quire.weights.load import LoadedBytes, Progress
 from quire.weights.loader_threads import load_slices
 from quire.weights.tensor_reader import read_exactly, slices_of
-
-_ATTENTION, _MLP = "midlayer.self_attn.{}_proj.{}", "midlayer.mlp.{}_proj.weight"
 
 
 class _HeadTensors:
@@ -35,6 +33,10 @@ class _HeadTensors:
             start += each.shape[0]
         return whole
 
+    def matrix(self, name: str) -> Tensor | None:
+        """None: heads of this kind have none."""
+        return self.tensor(name) if name else None
+
     def vector(self, *names: str) -> Tensor:
         return self.tensor(*names, dtype=torch.float32)
 
@@ -48,35 +50,34 @@ def load_eagle_weights(
     checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> EagleWeights:
     """Matrices in this dtype, norms and biases in float32."""
-    tensors, spec = _HeadTensors(checkpoint, dtype, device), checkpoint.spec
-    with_bias = spec.layer.qkv_bias
+    tensors, spec, names = _HeadTensors(checkpoint, dtype, device), checkpoint.spec, HEAD_NAMES[checkpoint.spec.source]
+    attention, mlp = f"{names.layer}self_attn.{{}}_proj.{{}}", f"{names.layer}mlp.{{}}_proj.weight"
     layer = LayerWeights(
-        attention_norm=tensors.vector("midlayer.input_layernorm.weight"),
-        qkv=tensors.tensor(*(_ATTENTION.format(part, "weight") for part in "qkv")),
-        qkv_bias=tensors.vector(*(_ATTENTION.format(part, "bias") for part in "qkv")) if with_bias else None,
+        attention_norm=tensors.vector(f"{names.layer}input_layernorm.weight"),
+        qkv=tensors.tensor(*(attention.format(part, "weight") for part in "qkv")),
+        qkv_bias=tensors.vector(*(attention.format(part, "bias") for part in "qkv")) if spec.layer.qkv_bias else None,
         query_norm=None,
         key_norm=None,
-        output=tensors.tensor(_ATTENTION.format("o", "weight")),
-        output_bias=tensors.vector(_ATTENTION.format("o", "bias")) if with_bias else None,
+        output=tensors.tensor(attention.format("o", "weight")),
+        output_bias=tensors.vector(attention.format("o", "bias")) if spec.layer.output_bias else None,
         attention_post_norm=None,
-        mlp_norm=tensors.vector("midlayer.post_attention_layernorm.weight"),
-        gate_up=tensors.tensor(_MLP.format("gate"), _MLP.format("up")),
+        mlp_norm=tensors.vector(f"{names.layer}post_attention_layernorm.weight"),
+        gate_up=tensors.tensor(mlp.format("gate"), mlp.format("up")),
         gate_up_bias=None,
-        down=tensors.tensor(_MLP.format("down")),
+        down=tensors.tensor(mlp.format("down")),
         down_bias=None,
         mlp_post_norm=None,
     )
-    hidden = spec.layer.hidden_size
-    embedding = (
-        tensors.tensor("embed_tokens.weight")
-        if spec.own_embedding
-        else torch.empty(0, hidden, dtype=dtype, device=device)
-    )
+    nothing = torch.empty(0, spec.layer.hidden_size, dtype=dtype, device=device)
+    embedding = tensors.tensor("embed_tokens.weight") if spec.own_embedding else nothing
+    head = tensors.tensor(names.head) if spec.own_head else nothing
     weights = EagleWeights(
-        fuse=tensors.tensor("fc.weight"),
-        hidden_norm=tensors.vector("midlayer.hidden_norm.weight"),
-        layer=DecoderWeights(embedding, (layer,), tensors.vector("norm.weight"), tensors.tensor("lm_head.weight")),
+        fuse=tensors.matrix(names.fuse),
+        hidden_norm=tensors.vector(names.state_norm),
+        layer=DecoderWeights(embedding, (layer,), tensors.vector(names.final_norm), head),
         target_tokens=_target_tokens(checkpoint, device) if spec.maps_tokens else None,
+        join=tensors.matrix(names.join),
+        token_norm=tensors.vector(names.token_norm),
     )
     tensors.fill(progress)
     return weights
