@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from quire import LLM, Grammar, GrammarKind, QuireError, SamplingParams
 
@@ -26,7 +26,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=80)
 
 
 class Person(BaseModel):
-    model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=99)
 

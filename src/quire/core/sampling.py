@@ -14,6 +14,7 @@ from functools import wraps
 from numbers import Integral
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from quire.core.closed_schema import close_objects
 from quire.core.errors import InvalidParameter, shown
 from quire.core.validation import (
     check_bool,
@@ -52,7 +53,10 @@ class SchemaClass(Protocol):
 
 
 def json_grammar(schema: object, param: str = "json") -> Grammar:
-    """The grammar of a JSON schema, its text, or a pydantic model. The schema itself is checked when it is compiled."""
+    """The grammar of a JSON schema, its text, or a pydantic model, with its objects closed.
+
+    The schema itself is checked when it is compiled.
+    """
     if isinstance(schema, SchemaClass):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
@@ -65,7 +69,8 @@ def json_grammar(schema: object, param: str = "json") -> Grammar:
             f"{param} must be a JSON schema (a dict or its text) or a pydantic model, not {shown(schema)}.", param=param
         )
     try:
-        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        json.dumps(schema)  # a schema that contains itself is found here
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(close_objects(schema)))
     except (TypeError, ValueError) as error:
         raise InvalidParameter(f"{param} is not JSON data: {error}.", param=param) from None
 

@@ -8,18 +8,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from quire.core.closed_schema import close_objects
 from quire.core.errors import InvalidParameter, shown
 from quire.core.sampling import Grammar, GrammarKind
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.template_messages import Tool
 from quire.output_parsing.tool_formats import CallDelimiters, ToolFormat
-
-_COMBINATORS = frozenset(
-    {
-        *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas", "dependencies"),
-        *("patternProperties", "propertyNames"),
-    }
-)
 
 
 def tool_grammar(
@@ -107,11 +101,8 @@ def _call_rules(delimiters: CallDelimiters, tools: Sequence[Tool], ids: Mapping[
 
 
 def arguments_schema(tool: Tool) -> dict[str, object]:
-    """Arguments are an object. Listed properties exclude others, unless the schema allows them or has combinators."""
-    schema: dict[str, object] = {"type": "object", **tool.parameters}
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", bool(_COMBINATORS & schema.keys()))
-    return schema
+    """Arguments are an object. Listed properties exclude others, unless the schema allows them or needs them."""
+    return close_objects({"type": "object", **tool.parameters})
 
 
 def literal(text: str, ids: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from quire.server.request.schema import CompletionBody
 from quire.server.request.structured_output import MAX_CHOICES, RequestedGrammar, grammar_of, relaxed
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
 def grammar_of_chat(**fields: object) -> Grammar | None:
@@ -65,10 +66,10 @@ def test_a_text_of_a_schema_is_bounded_before_it_is_decoded() -> None:
                 }
             },
             GrammarKind.JSON_SCHEMA,
-            SCHEMA,
+            CLOSED,
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, CLOSED),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GrammarKind.JSON_SCHEMA, CLOSED),
         ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
         ({"structured_outputs": {"regex": "a+"}}, GrammarKind.REGEX, "a+"),
         ({"structured_outputs": {"regex": "a+", "json_object": False, "choice": None}}, GrammarKind.REGEX, "a+"),

@@ -1,12 +1,14 @@
 """Structured output: `response_format` and `structured_outputs` of a request as one `Grammar`. Compiles nothing.
 
-A JSON schema that is not `strict` is relaxed to what can be enforced; the response names the rest in a header.
+The objects of a JSON schema are closed. One that is not `strict` is relaxed to what can be enforced; the response names
+the rest in a header.
 """
 
 from typing import NamedTuple
 
 import msgspec
 
+from quire.core.closed_schema import close_objects
 from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError, shown
 from quire.core.sampling import MAX_CHOICES, Grammar, GrammarKind
 from quire.grammar import limits
@@ -20,7 +22,7 @@ _NOT_SERVED = {
     "structural_tag": "use tools",
     "whitespace_pattern": "the server chooses which white space JSON may have",
     "disable_any_whitespace": "the server chooses which white space JSON may have",
-    "disable_additional_properties": 'write "additionalProperties": false into the schema',
+    "disable_additional_properties": "objects that list their properties have no others; omit it",
 }
 
 
@@ -107,7 +109,7 @@ def _structured_grammar(options: StructuredOutputs) -> Grammar:
 
 
 def _schema_text(schema: Json, where: str) -> str:
-    """The schema as compact JSON. vLLM's clients may send it as a text of JSON.
+    """The schema as compact JSON, its objects closed. vLLM's clients may send it as a text of JSON.
 
     Both are bounded here, on the event loop: a text is decoded beside the limits of a body.
     """
@@ -127,7 +129,8 @@ def _schema_text(schema: Json, where: str) -> str:
     text = msgspec.json.encode(schema)
     if len(text) > limits.SCHEMA_BYTES:
         raise _too_large(f"{where} takes {len(text)} bytes as JSON", f"{limits.SCHEMA_BYTES} bytes", where)
-    return text.decode()
+    closed = msgspec.json.encode(close_objects(schema))
+    return (closed if len(closed) <= limits.SCHEMA_BYTES else text).decode()
 
 
 def _too_large(what: str, limit: str, where: str) -> InvalidGrammar:
