@@ -59,6 +59,7 @@ def test_control_c_stops_the_reply_and_not_the_program(terminal: "pexpect.spawn[
     terminal.expect(r"\w+\W+\w+")  # the reply has begun
     terminal.sendcontrol("c")
     terminal.expect_exact("(stopped)")
+    assert "^C" not in str(terminal.before), "it would begin a line, and the one above would stay"
     terminal.expect_exact(PROMPT)
     assert "Paris" in ask(terminal, "What is the capital of France? Answer in one word.")
 

@@ -5,9 +5,11 @@ Ctrl-C ends the reply, not the program. Does not depend on where the model runs.
 
 import re
 import signal
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple, Protocol
@@ -51,6 +53,23 @@ def stop_on_interrupt() -> Iterator[StopRequest]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """What is typed meanwhile does not appear, and is read afterwards: ^C would move the text that is redrawn."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    flags = before.copy()
+    flags[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, flags)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 class ReplyEnd(NamedTuple):
@@ -129,7 +148,7 @@ def print_reply(
             printer.show(text)
 
     try:
-        with stop_on_interrupt() as stop:
+        with without_echo() if markdown else nullcontext(), stop_on_interrupt() as stop:
             end = model.reply(prompt, settings, show, stop)
     finally:
         seconds = time.monotonic() - started_s

@@ -94,6 +94,6 @@ def loading_status() -> Iterator[None]:
             from quire.cli.console import err
 
             if err.is_terminal:
-                stack.enter_context(err.status("waking up"))
+                stack.enter_context(err.status("starting"))
         stack.enter_context(gc_frozen_imports())
         yield
