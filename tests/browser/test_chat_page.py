@@ -21,6 +21,8 @@ LINES: list[dict[str, Any]] = [
     {"say": '{"river": "Rhine"}', "when": "json please"},
     {"say": "$$\\sum_{i=1}^n \\frac{1}{i}$$\n\n- [x] done", "when": "a sum"},
     {"say": "x" * 300 + "\n\n\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "when": "a word"},
+    {"say": "- \u05d0\n- \u05d1\n\n> \u05d0\n\n| \u05d0 | b |\n|---|---|\n| 1 | 2 |", "when": "hebrew"},
+    {"say": "- a\n- \u05d1\n\n> b\n\n| a | \u05d1 |\n|---|---|\n| 1 | 2 |", "when": "english"},
     {"say": "Bang", "break": True, "when": "boom"},
     {"say": "A short answer."},
 ]
@@ -185,7 +187,16 @@ def test_a_corrupt_stored_value_leaves_the_page_alive(tab: Callable[..., Tab]) -
     page = tab()
     page.run("localStorage.setItem('quire.chat.bad', '{'), localStorage.setItem('quire.settings', 'x')")
     page.run("localStorage.setItem('quire.messages', '[{]')")
+    odd = {
+        "id": "odd",
+        "title": "odd",
+        "messages": {"m": {"id": "m", "role": "user", "content": "x", "parent": "toString"}},
+    }
+    page.run(f"localStorage.setItem('quire.chat.odd', {json.dumps(json.dumps(odd))})")
     page.reload()
+    click(page, "nav li button")
+    assert "undefined" not in log(page) and page.run("document.querySelectorAll('article').length") == 1
+    click(page, "#new")
     ask(page, "hello")
     finished(page)
     assert "A short answer." in log(page)
@@ -239,6 +250,17 @@ def test_a_long_word_is_broken_and_arabic_begins_at_the_right(tab: Callable[...,
         " text.selectNodeContents(each); return each.getBoundingClientRect().right - text.getBoundingClientRect().right; })"
     )
     assert page.run("ends.length === 2 && ends[1] < 1 && ends[0] >= 0")
+
+
+@pytest.mark.parametrize(("question", "direction"), [("hebrew", "rtl"), ("english", "ltr")])
+def test_bullets_quotes_and_columns_begin_where_their_text_does(
+    tab: Callable[..., Tab], question: str, direction: str
+) -> None:
+    page = tab()
+    ask(page, question)
+    finished(page)
+    parts = "['ul', 'blockquote', 'table'].map((tag) => document.querySelector('article.assistant ' + tag))"
+    assert page.run(f"{parts}.map((each) => getComputedStyle(each).direction)") == [direction] * 3
 
 
 def test_a_broken_answer_keeps_its_text_and_says_why(tab: Callable[..., Tab]) -> None:
@@ -391,6 +413,19 @@ def test_copy_pressed_twice_is_copy_again(tab: Callable[..., Tab]) -> None:
     page.run(f"{button}.click(), setTimeout(() => {button}.click(), 200)")
     page.until(f"{button}.innerText === 'Copied'")
     page.until(f"{button}.innerText === 'Copy'")
+
+
+def test_copying_works_without_https(tab: Callable[..., Tab]) -> None:
+    """A page that comes over HTTP from another machine has no navigator.clipboard."""
+    page = tab()
+    page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.run("addEventListener('copy', (event) => { window.copied = getSelection().toString(); })")
+    ask(page, "hello")
+    finished(page)
+    click(page, "article.assistant [title^=Copy]")
+    page.until("window.copied === 'A short answer.'")
+    page.until("document.querySelector('article.assistant [title^=Copy]').innerText === 'Copied'")
+    assert page.run("document.getElementById('notice').hidden")
 
 
 @pytest.mark.parametrize("width", [390, 1200])

@@ -352,12 +352,25 @@ function renderMath(source, display) {
 
 async function copyCode(text, button) {
   try {
-    await navigator.clipboard.writeText(text);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else copySelected(text);
     button.textContent = "Copied";
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   } catch {
-    notice("The browser did not allow copying: it needs https or localhost.");
+    notice("The browser did not allow copying. Select the text and copy it with the keys.");
   }
+}
+
+/** Without https or localhost a browser has no clipboard for scripts; it copies what is selected. */
+function copySelected(text) {
+  const focused = document.activeElement;
+  const copied = element("textarea", { className: "hidden-text", value: text });
+  document.body.append(copied);
+  copied.select();
+  const isCopied = document.execCommand("copy");
+  copied.remove();
+  focused?.focus();
+  if (!isCopied) throw new Error("not copied");
 }
 
 // ---- settings and key

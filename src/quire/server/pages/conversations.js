@@ -130,7 +130,7 @@ export function readConversation(value) {
     if (typeof message !== "object" || message === null || !ROLES.includes(message.role) || message.id !== id) return null;
     conversation.messages[id] = {
       id,
-      parent: typeof message.parent === "string" && message.parent in value.messages ? message.parent : null,
+      parent: typeof message.parent === "string" && Object.hasOwn(value.messages, message.parent) ? message.parent : null,
       role: message.role,
       content: text(message.content),
       reasoning: text(message.reasoning),

@@ -100,7 +100,7 @@ function block(token, context) {
     case "text":
       return filled(make("span"), token.tokens ?? [{ type: "raw", raw: token.text }], inner);
     case "blockquote":
-      return withBlocks(make("blockquote"), token.tokens, inner);
+      return withBlocks(directed(make("blockquote")), token.tokens, inner);
     case "list":
       return list(token, inner);
     case "code":
@@ -124,13 +124,19 @@ function plain(text) {
   return node;
 }
 
+/** Bullets, bars and columns begin where the first text within does: at the right for Hebrew and Arabic. */
+function directed(node) {
+  node.dir = "auto";
+  return node;
+}
+
 function withBlocks(node, tokens, context) {
   for (const token of tokens) if (token.type !== "space") node.append(block(token, context));
   return node;
 }
 
 function list(token, context) {
-  const node = make(token.ordered ? "ol" : "ul");
+  const node = directed(make(token.ordered ? "ol" : "ul"));
   if (token.ordered && Number.isInteger(token.start)) node.start = token.start;
   for (const item of token.items) {
     const entry = make("li");
@@ -146,7 +152,7 @@ function list(token, context) {
 }
 
 function table(token, context) {
-  const node = make("table");
+  const node = directed(make("table"));
   const row = (cells, tag) => {
     const line = make("tr");
     cells.forEach((cell) => {
