@@ -7,8 +7,8 @@ abort). So a step never blocks the event loop, and a task that is cancelled ends
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar, Unpack
 
@@ -24,7 +24,24 @@ from quire.engine.request_state import RequestState
 from quire.llm import LLM, Conversation, as_embedding, as_prompts, as_texts, pair_scores
 
 T = TypeVar("T")
+_WAKE_S = 0.5
 _Update = Delta | Exception | None  # None: the request has ended
+
+
+@contextmanager
+def _waking_loop() -> Iterator[None]:
+    """The event loop wakes twice a second: Jupyter's kernel cancels an interrupted cell without waking it."""
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        nonlocal timer
+        timer = loop.call_later(_WAKE_S, wake)
+
+    timer = loop.call_later(_WAKE_S, wake)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _AsyncReader:
@@ -199,11 +216,12 @@ class AsyncLLM:
         states = await self._submit([*zip(prompts, params, strict=True)], options, queue, pooled=pooled)
         try:
             num_running = len(states)
-            while num_running:
-                update = await queue.get()
-                if isinstance(update, Exception):
-                    raise update
-                num_running -= update is None
+            with _waking_loop():
+                while num_running:
+                    update = await queue.get()
+                    if isinstance(update, Exception):
+                        raise update
+                    num_running -= update is None
             return [state.output() for state in states]
         finally:
             self._abandon(states)

@@ -1,6 +1,9 @@
 """AsyncLLM: many tasks in one batch, streams, cancellation, errors, close."""
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -93,6 +96,32 @@ def test_a_cancelled_task_ends_its_requests(with_llm) -> None:
         assert (await engine.generate("after", GREEDY))[0].finished
 
     with_llm(work)
+
+
+def test_a_handler_that_does_not_wake_the_loop_cancels_a_task(with_llm) -> None:
+    """As Jupyter's kernel does when a cell is interrupted."""
+    released = threading.Event()
+
+    async def work(engine: AsyncLLM) -> bool:
+        def interrupt() -> None:  # on the engine's thread, which makes no step from then on
+            os.kill(os.getpid(), signal.SIGUSR1)
+            released.wait(20)
+            released.set()
+
+        task = asyncio.ensure_future(engine.generate("x", LONG))
+        while not engine._readers:
+            await asyncio.sleep(0)
+        before = signal.signal(signal.SIGUSR1, lambda *_: task.cancel())
+        try:
+            engine._commands.put(interrupt)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return released.is_set()
+        finally:
+            released.set()
+            signal.signal(signal.SIGUSR1, before)
+
+    assert with_llm(work) is False, "the task ended only when the engine went on"
 
 
 def test_a_task_cancelled_before_it_is_submitted_leaves_nothing(with_llm) -> None:
