@@ -30,12 +30,15 @@ Unit = Literal["bytes", "tokens"]
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _FLAG = re.compile(r"(--[a-z]+(?:-[a-z]+)*)( ?)(\w*)")
-_MULTIPLES = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_MULTIPLES = {
+    "": 1, "k": 1000, "m": 10**6, "g": 10**9, "t": 10**12,
+    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+}  # fmt: skip
 
 
 def parse_size(text: str, *, binary_k: bool = False) -> int:
     """`32k`, `2GiB`, `500MB`. A binary k is 1024, as for context lengths. `ValueError`: a sentence for the user."""
-    parts = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmg]i?)?b?", text.strip().lower(), re.ASCII)
+    parts = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]i?)?b?", text.strip().lower(), re.ASCII)
     if parts is None:
         raise ValueError(f"{shown(text)} is not a size; write a number, or for example 32k or 2GiB.")
     multiple = 1 << 10 if parts[2] == "k" and binary_k else _MULTIPLES[parts[2] or ""]

@@ -138,7 +138,8 @@ def build(
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     ranks = Ranks(config, dtype, device, role, shared_gpu) if shard.num_ranks > 1 else None
     spec = shard.spec(checkpoint.spec)
-    reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
+    context = min(spec.max_positions, config.max_model_len or spec.max_positions)
+    reporter.done("config", f"context {context:,} · {spec.num_layers} layers · {spec.family}")
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
     unfilled = allocate_weights(config, checkpoint, DTYPES[dtype], device, reporter, choice, shard)
