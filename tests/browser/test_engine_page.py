@@ -1,5 +1,6 @@
 """The live view of the engine in a real browser, while requests run."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ LINES = [{"say": "on and on and on " * 900, "when": "endless"}, {"say": "A short
 
 @pytest.fixture(scope="module")
 def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    with local_server(tmp_path_factory.mktemp("script"), LINES, "--max-model-len", "8k") as server:
+    with local_server(tmp_path_factory.mktemp("script"), LINES, "--max-model-len", "8k", "--itl-target", "1") as server:
         yield server
 
 
@@ -40,6 +41,11 @@ def test_blocks_rows_and_steps_are_drawn_while_a_request_runs(browser: Chromium,
     """
     assert page.run(pixels % "map") >= 2, "free and held blocks have colours of their own"
     assert page.run(pixels % "timeline") >= 1
+    described = page.run("document.getElementById('speed-text').innerText")
+    assert re.fullmatch(
+        r"\d+ steps, the slowest .+, \d+ above their target of 1\.0 ms; up to 1 decoding row\.", described
+    )
+    assert page.run("!document.getElementById('speed-target').hidden && !document.getElementById('queue-empty').hidden")
     page.run("document.getElementById('pause').click()")
     before = page.run("document.getElementById('time-text').innerText")
     assert (

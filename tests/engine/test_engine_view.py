@@ -16,6 +16,7 @@ from quire.engine.messages import AddRequest, RequestOptions
 from quire.engine.request_validator import RequestValidator
 from quire.engine.wire import as_json
 from quire.kv.manager import KVManager
+from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import ToyRunner
 
@@ -25,14 +26,16 @@ VOCAB, BLOCK = 50, 4
 class Watched:
     """An engine on a clock of its own, and its view."""
 
-    def __init__(self, num_blocks: int = 400, max_rows: int = 2, max_step_tokens: int = 16) -> None:
+    def __init__(
+        self, num_blocks: int = 400, max_rows: int = 2, max_step_tokens: int = 16, policy: Policy | None = None
+    ) -> None:
         self.now_s = 0.0
         clock: Callable[[], float] = lambda: self.now_s  # noqa: E731
         validator = RequestValidator(
             vocab_size=VOCAB, end_ids=(), max_length=1000, max_rows=max_rows, num_blocks=num_blocks, block_size=BLOCK
         )
         kv = KVManager(num_blocks, BLOCK, max_rows)
-        scheduler = Scheduler(kv, max_rows=max_rows, max_step_tokens=max_step_tokens)
+        scheduler = Scheduler(kv, max_rows=max_rows, max_step_tokens=max_step_tokens, policy=policy)
         self.engine = Engine(scheduler, ToyRunner(VOCAB), validator, depth=0, seed=0, clock=clock)
         self.view = EngineView(self.engine, clock)
 
@@ -63,6 +66,11 @@ def test_each_row_of_each_step_is_a_chunk_or_a_decode() -> None:
     assert [step["decodes"] for step in steps] == ["00", "00", "00", "10", "10"], "a digit for each row"
     assert [round(step["seconds"], 3) for step in steps] == [0.01] * 5
     assert [step["step"] for step in watched.describe(since=2)["steps"]] == [3, 4], "only what is new"
+
+
+def test_the_target_of_step_times_is_shown() -> None:
+    assert Watched().describe()["itl_target_s"] is None
+    assert Watched(policy=Policy(itl_target_s=0.04)).describe()["itl_target_s"] == 0.04
 
 
 def test_a_prompt_of_one_step_is_a_chunk_too() -> None:

@@ -119,6 +119,7 @@ class EngineView:
             "num_evictable": pool.num_evictable,
             "num_host": 0 if scheduler.kv.host is None else scheduler.kv.host.num_blocks - scheduler.kv.host.num_free,
             "max_rows": scheduler.max_rows,
+            "itl_target_s": scheduler.policy.itl_target_s,  # None: steps have no target
             "states": states,
             "owners": owners,
             "rows": self._rows(running),

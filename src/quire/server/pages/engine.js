@@ -159,23 +159,34 @@ function drawTimeline(view) {
     : view.replay ? "No step yet." : "No step since this page was opened. Ask something in the chat.";
 }
 
-function drawSpeed() {
+function drawSpeed(view) {
   const { context, width, height } = surface("speed");
   const steps = timeline.steps;
+  const target = view.itl_target_s;
+  byId("speed-target").hidden = !target;
   if (!steps.length) return;
-  const longest = Math.max(...steps.map((step) => step.seconds), 1e-3);
+  const slowest = Math.max(...steps.map((step) => step.seconds), 1e-3);
+  const top = target && target < 2 * slowest ? Math.max(slowest, 1.05 * target) : slowest; // of the picture
   const most = Math.max(...steps.map((step) => step.decodes.length), 1);
   const stepWidth = width / Math.max(steps.length, 50);
   context.fillStyle = colour("cached");
-  steps.forEach((step, i) => context.fillRect(i * stepWidth, height * (1 - step.seconds / longest), Math.max(stepWidth - 0.5, 1), height));
+  steps.forEach((step, i) => context.fillRect(i * stepWidth, height * (1 - step.seconds / top), Math.max(stepWidth - 0.5, 1), height));
   context.strokeStyle = colour("decode");
   context.lineWidth = 1.5;
   context.beginPath();
   steps.forEach((step, i) => context.lineTo((i + 0.5) * stepWidth, height * (1 - (0.95 * step.decodes.length) / most)));
   context.stroke();
-  context.fillStyle = colour("soft");
-  context.font = "12px system-ui, sans-serif";
-  context.fillText(`bars: step time, up to ${duration(longest)} · line: decoding rows, up to ${most}`, 6, 14);
+  if (target && target <= top) {
+    context.strokeStyle = colour("bad");
+    context.setLineDash([6, 4]);
+    context.beginPath();
+    context.moveTo(0, height * (1 - target / top));
+    context.lineTo(width, height * (1 - target / top));
+    context.stroke();
+    context.setLineDash([]);
+  }
+  const slow = target ? `, ${steps.filter((step) => step.seconds > target).length} above their target of ${duration(target)}` : "";
+  byId("speed-text").textContent = `${steps.length} steps, the slowest ${duration(slowest)}${slow}; up to ${most} decoding ${most === 1 ? "row" : "rows"}.`;
 }
 
 function showFigures(view) {
@@ -197,6 +208,7 @@ function showFigures(view) {
 const cells = (...values) => element("tr", {}, ...values.map((value) => element("td", {}, value instanceof Node ? value : String(value))));
 
 function showTables(view) {
+  byId("queue-empty").hidden = view.queue.length > 0;
   byId("queue").replaceChildren(...view.queue.map((each) => cells(each.priority, each.tenant || "–", each.num_requests)));
   byId("rows").replaceChildren(...view.rows.slice(0, 200).map((row) => cells(
     element("button", { type: "button", text: row.request, "aria-label": `Explain request ${row.request}`, onclick: () => explain(row.request) }),
@@ -231,7 +243,7 @@ function draw() {
   drawMap(latest);
   drawTree(latest);
   drawTimeline(latest);
-  drawSpeed();
+  drawSpeed(latest);
   showFigures(latest);
   if (!document.activeElement?.closest("#rows")) showTables(latest);
 }
