@@ -21,7 +21,7 @@ from quire.engine.model_format import DeclaredTool
 from quire.engine.output_processor import Prompt
 from quire.engine.outputs import EMBEDDING, Delta, EmbeddingOutput, RequestOutput, ScoringOutput
 from quire.engine.request_state import RequestState
-from quire.llm import LLM, Conversation, as_embedding, as_prompts, as_texts, pair_scores
+from quire.llm import LLM, Conversation, as_embedding, as_prompts, as_texts, numbered, pair_scores
 
 T = TypeVar("T")
 _WAKE_S = 0.5
@@ -241,8 +241,10 @@ class AsyncLLM:
         def submit() -> list[RequestState]:
             states: list[RequestState] = []
             try:
-                for prompt, params in requests:
-                    states.append(self._llm.submit(prompt, params, options=options, streaming=streaming, pooled=pooled))
+                for place, (prompt, params) in enumerate(requests):
+                    with numbered("Prompt", place, len(requests)):
+                        state = self._llm.submit(prompt, params, options=options, streaming=streaming, pooled=pooled)
+                    states.append(state)
             except BaseException:
                 self._abort(states)
                 raise

@@ -4,8 +4,8 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Integral
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.config import EngineConfig, SettingsDict, check_names, keywords_in_errors, shows_settings
-from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoTokenizer, shown
+from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoTokenizer, QuireError, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
@@ -205,7 +205,11 @@ class LLM:
         chat: ChatOptions,
     ) -> tuple[list[str], Sequence[Prompt], list[SamplingParams]]:
         """One conversation or many as texts, token ids and parameters."""
-        texts = [self.render_chat(conversation, chat) for conversation in as_conversations(messages)]
+        conversations = as_conversations(messages)
+        texts = []
+        for place, conversation in enumerate(conversations):
+            with numbered("Conversation", place, len(conversations)):
+                texts.append(self.render_chat(conversation, chat))
         prompts = [self.chat_ids(text) for text in texts]
         given = self.params_for(prompts, self.chat_defaults() if sampling_params is None else sampling_params)
         params = [chat_params(each, self.model_format, chat, text) for each, text in zip(given, texts, strict=True)]
@@ -356,8 +360,9 @@ class LLM:
         states: list[RequestState] = []
         try:
             with self.client.lock:  # no step before all of them are queued
-                for prompt, each in zip(prompts, params, strict=True):
-                    states.append(self.submit(prompt, each, options=options, pooled=pooled))
+                for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+                    with numbered("Prompt", place, len(prompts)):
+                        states.append(self.submit(prompt, each, options=options, pooled=pooled))
                 pending = PendingOutputs(states)
                 self._readers.update(dict.fromkeys((state.request_id for state in states), pending))
             self._wait(pending, progress)
@@ -429,6 +434,18 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if listed and isinstance(listed[0], Integral):
         return [cast(Sequence[int], listed)]
     return cast(Sequence[Prompt], listed)
+
+
+@contextmanager
+def numbered(what: str, place: int, total: int) -> Iterator[None]:
+    """A refusal of one of several, such as a missing value in the column of a table, says which one."""
+    try:
+        yield
+    except QuireError as error:
+        if total > 1:
+            error.message = f"{what} {place} of {total}, counted from 0: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 def as_texts(name: str, given: object) -> list[str]:

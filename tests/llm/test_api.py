@@ -83,6 +83,20 @@ def test_bytes_are_no_token_ids(llm, prompt):
         llm.generate(prompt, GREEDY)
 
 
+def test_a_refusal_among_several_says_which(llm):
+    """As for a column of a table in which a value is missing."""
+    with pytest.raises(InvalidPrompt, match=r"^Prompt 2 of 3, counted from 0: .* not float\."):
+        llm.generate(["a", "b", float("nan")], GREEDY)
+    with pytest.raises(InvalidPrompt, match=r"^Prompt 0 of 2, counted from 0: The prompt is empty"):
+        llm.generate(["", "b"], GREEDY)
+    chats = [[{"role": "user", "content": content}] for content in ("a", float("nan"))]
+    with pytest.raises(InvalidPrompt, match=r"^Conversation 1 of 2, counted from 0: messages\[0\] holds nan"):
+        llm.chat(chats, GREEDY)
+    with pytest.raises(InvalidPrompt, match=r"^The prompt is empty"):
+        llm.generate([""], GREEDY)
+    assert llm.client.idle
+
+
 @pytest.mark.parametrize("pictures", [{"image": object()}, np.zeros((2, 2))])
 def test_images_with_a_prompt_are_refused_not_dropped(llm, pictures):
     with pytest.raises(InvalidPrompt, match="omit multi_modal_data"):
