@@ -29,6 +29,7 @@ class Hub:
     cut: set[str] = field(default_factory=set)  # files whose next download breaks off in the middle
     damaged: set[str] = field(default_factory=set)  # files that arrive with another byte
     claimed_bytes: dict[str, int] = field(default_factory=dict)  # of large files, instead of their sizes
+    commit: str = COMMIT  # of main
 
 
 class Refusal(Exception):
@@ -110,7 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
             ]
         else:
             siblings = [self._sibling(file) for file in sorted(folder.iterdir())]
-            answer = {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            answer = {
+                "id": f"{owner}/{name}",
+                "sha": self.served.commit,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+            }
         return {"Content-Type": "application/json"}, json.dumps(answer).encode()
 
     def _sibling(self, file: Path) -> dict[str, object]:
@@ -130,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._check_revision(revision)
         if not file.is_file():
             raise Refusal(404, "EntryNotFound")
-        return {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT}, file.read_bytes()
+        return {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": self.served.commit}, file.read_bytes()
 
     def _folder(self, model: str) -> Path:
         if model not in self.served.models:
@@ -140,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.served.models[model]
 
     def _check_revision(self, revision: str) -> None:
-        if revision not in ("main", COMMIT):
+        if revision not in ("main", self.served.commit):
             raise Refusal(404, "RevisionNotFound")
 
     def _send(self, status: int, headers: dict[str, str], body: bytes, num_sent: int | None = None) -> None:

@@ -144,3 +144,46 @@ def test_a_folder_of_the_hub_is_shown_and_removed(hub: Hub, tmp_path: Path) -> N
     _, _, shown, _, removed, _, absent = done.stdout.splitlines()
     assert json.loads(shown)["format"] == "safetensors" and removed.startswith(f"removed {name}, "), done.stderr
     assert absent == "status 2" and f"quire pull {name} brings it here" in done.stderr
+
+
+def test_a_pull_brings_what_the_hub_has_now(hub: Hub, tmp_path: Path) -> None:
+    hub.claimed_bytes, hub.damaged = {}, set()
+    name, file = "people/files:Q6_K", hub.models["people/files"] / "tiny-Q6_K.gguf"
+    before, commit = file.read_bytes(), hub.commit
+    first = commands(hub, tmp_path, f"pull {name}", f"pull {name}")
+    path = Path(first.stdout.splitlines()[0])
+    assert path.read_bytes() == before and "downloading" not in first.stderr.partition("verifying")[2], first.stderr
+    file.write_bytes(b"another " * 10)
+    hub.commit = "f" * 40
+    try:
+        again = commands(hub, tmp_path, f"show --verify {name}", f"pull {name}", f"rm people/files:{file.name}")
+    finally:
+        file.write_bytes(before)
+        hub.commit = commit
+    _, _, pulled, _, removed, _ = again.stdout.splitlines()
+    assert Path(pulled).parent.name == "f" * 40 and removed.startswith(f"removed people/files:{file.name}"), (
+        again.stderr
+    )
+    assert not list(tmp_path.rglob("*.gguf")), "nor the one before"
+
+
+FULL = """
+import errno, sys
+import quire.catalog.hub as hub
+from quire.cli.main import main
+
+def full(*args, **options):
+    if not options["local_files_only"]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    raise FileNotFoundError
+
+hub.snapshot_download = full
+main()
+"""
+
+
+def test_a_disk_that_fills_up_is_told_from_a_missing_network(hub: Hub, tmp_path: Path) -> None:
+    """As on a mirror that tells no sizes, or beside another download."""
+    refused = run(hub, tmp_path, FULL, "pull", "people/tiny")
+    assert refused.returncode == 1 and "was full before people/tiny was there" in refused.stderr, refused.stderr
+    assert "the same command resumes it" in " ".join(refused.stderr.split())

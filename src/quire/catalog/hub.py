@@ -4,6 +4,8 @@ Fetches weights, configuration and tokenizers only; never code or pickles. The s
 checksums after. Removes models from the cache.
 """
 
+import errno
+import glob
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -42,12 +44,16 @@ class HubFile(NamedTuple):
     checksum: str | None
 
 
-def fetch(hub_name: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
-    """The folder, or the one GGUF file, of a hub model. An interrupted download is resumed."""
+def fetch(hub_name: HubName, *, revision: str | None, token: str | None, report: Report, update: bool = False) -> Path:
+    """The folder, or the one GGUF file, of a hub model. An interrupted download is resumed.
+
+    A model in the cache is taken as it is, unless `update` asks for what the hub has now.
+    """
     if token is not None and not (token.isascii() and token.isprintable()):
         raise ConfigError("The token has characters that a header cannot carry; copy it again.", param="token")
-    with suppress(Exception):  # not in the cache: the exception depends on the version of the library
-        return find_cached(hub_name, revision)
+    if not update:
+        with suppress(Exception):  # not in the cache: the exception depends on the version of the library
+            return find_cached(hub_name, revision)
     try:
         files = list_files(hub_name.repository, revision, token)
         wanted = _with_file_name(hub_name, files)
@@ -74,6 +80,28 @@ def find_cached(hub_name: HubName, revision: str | None) -> Path:
     if found is None:
         raise ModelNotFound(f"{hub_name} is not on this machine; quire pull {hub_name} brings it here.")
     return found
+
+
+class CachedCommit(NamedTuple):
+    """A model in the cache, its commit, and the one that the hub has now (None: unknown)."""
+
+    path: Path
+    commit: str
+    newest: str | None
+
+
+def compare_cached(hub_name: HubName, revision: str | None, token: str | None) -> CachedCommit | None:
+    """Whether the hub has a newer commit than the cache; None if the model is not in the cache."""
+    try:
+        path = find_cached(hub_name, revision)
+    except Exception:  # the library's, which depend on its version
+        return None
+    folder = next(each for each in (path, *path.parents) if each.parent.name == "snapshots")
+    try:
+        newest = HfApi().model_info(hub_name.repository, revision=revision, token=token).sha
+    except Exception:
+        newest = None
+    return CachedCommit(path, folder.name, newest)
 
 
 def list_files(repository: str, revision: str | None, token: str | None) -> list[HubFile]:
@@ -213,6 +241,11 @@ def _as_quire_error(hub_name: HubName, revision: str | None, error: Exception) -
         )
     if isinstance(error, HFValidationError):
         return ModelNotFound(f"{name} is not a hub id: {error}. {suggest(name)}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FetchFailed(
+            f"The disk of {constants.HF_HUB_CACHE} was full before {name} was there. Make room (`quire list` shows "
+            f"models, `quire rm NAME` removes one), or set HF_HOME to another place; the same command resumes it."
+        )
     return FetchFailed(
         f"{name} is not in the hub's cache on this machine, and could not be fetched "
         f"({_first_line(error)}). Try again with a network, or copy the model here and give its path; "
@@ -265,12 +298,14 @@ def cached_models(cache_folder: Path | None = None) -> Iterator[CachedModel]:
 
 
 def remove_cached(model: CachedModel) -> int:
-    """Delete a model from the cache: all revisions of a folder, or one GGUF file. The bytes that are free now."""
+    """Delete a model from the cache: all revisions of a folder, or of one GGUF file. The bytes that are free now."""
     if model.name.file_name is not None:
-        blob = model.path.resolve()
-        num_bytes = blob.stat().st_size
-        model.path.unlink()
-        blob.unlink(missing_ok=True)
+        num_bytes = 0
+        for path in model.path.parent.parent.glob(f"*/{glob.escape(model.name.file_name)}"):
+            if (blob := path.resolve()).is_file():
+                num_bytes += blob.stat().st_size
+                blob.unlink()
+            path.unlink(missing_ok=True)
         return num_bytes
     cache = scan_cache_dir()
     revisions = [

@@ -105,9 +105,15 @@ def pull(model: str | None, revision: str | None, token: str | None) -> None:
 
 
 def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
-    from quire.catalog.hub import fetch
+    """What the hub has now; without the hub, what is here."""
+    from quire.catalog.hub import compare_cached, fetch
 
-    return fetch(wanted, revision=revision, token=token, report=report)
+    cached = compare_cached(wanted, revision, token)
+    if cached is not None and cached.newest is None:
+        err.print("The hub cannot be asked whether it has a newer revision; this one is here.", style="dim")
+    if cached is not None and cached.newest in (None, cached.commit):
+        return cached.path
+    return fetch(wanted, revision=revision, token=token, report=report, update=True)
 
 
 def show(model: str | None, revision: str | None, as_json: bool) -> None:
