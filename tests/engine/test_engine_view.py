@@ -68,7 +68,9 @@ def test_each_row_of_each_step_is_a_chunk_or_a_decode() -> None:
     assert [step["step"] for step in watched.describe(since=2)["steps"]] == [3, 4], "only what is new"
 
 
-def test_the_target_of_step_times_is_shown() -> None:
+def test_the_target_of_step_times_is_shown_where_the_settings_name_one() -> None:
+    grows = Policy(itl_target_s=0.04, itl_per_decode=1.5)
+    assert Watched(policy=grows).describe()["itl_target_s"] is None
     assert Watched().describe()["itl_target_s"] is None
     assert Watched(policy=Policy(itl_target_s=0.04)).describe()["itl_target_s"] == 0.04
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quire.core.ids import Row
 from quire.core.request import RequestGroup, Sequence, SequenceState
 from quire.kv.radix_tree import NodeView
+from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 
 MAX_CELLS = 2048  # of the map: a larger pool shows several blocks as one cell
@@ -119,7 +120,7 @@ class EngineView:
             "num_evictable": pool.num_evictable,
             "num_host": 0 if scheduler.kv.host is None else scheduler.kv.host.num_blocks - scheduler.kv.host.num_free,
             "max_rows": scheduler.max_rows,
-            "itl_target_s": scheduler.policy.itl_target_s,  # None: steps have no target
+            "itl_target_s": _said_target_s(scheduler.policy),
             "states": states,
             "owners": owners,
             "rows": self._rows(running),
@@ -196,6 +197,11 @@ def _row(sequence: Sequence) -> dict[str, object]:
         "num_preemptions": group.num_preemptions,
         "arrived_s": group.arrived_s,
     }
+
+
+def _said_target_s(policy: Policy) -> float | None:
+    """The target of step times that the settings name. Where they name none, it grows with the decoding rows."""
+    return None if policy.itl_per_decode else policy.itl_target_s
 
 
 def _queue(groups: tuple[RequestGroup, ...]) -> list[dict[str, object]]:
