@@ -108,7 +108,7 @@ class OvertakingQueue:
         self._waiting: dict[int, _WaitingWork] = {}  # by order
         self._sizes: dict[int, _SizeClass] = {}  # those with prompts
         self._work = 0  # of all
-        self._last = _FIRST  # no place is later
+        self._last = _FIRST  # no waiting place is later
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -117,7 +117,7 @@ class OvertakingQueue:
         """A prompt comes. In the middle of the queue only its own work counts for its room: what is before it would
         have to be searched for."""
         assert work > 0, work
-        before = self._work if place > self._last else 0
+        before = self._work if place >= self._last else 0
         self._last = max(self._last, place)
         self._work += work
         number = size_class(work) if self._share else 0

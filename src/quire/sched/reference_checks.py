@@ -211,9 +211,9 @@ class _CheckedQueue(WaitingQueue):
             return first.group.order
         for each in sorted(queue, key=lambda one: (size_class(_work(one.group)), one.place)):
             size = size_class(_work(each.group))
-            smaller = [one for one in queue if size_class(_work(one.group)) < size]
-            if any(one.place < each.place for one in smaller):
-                continue
+            others = [one for one in queue if size_class(_work(one.group)) <= size]
+            if any(one.place < each.place for one in others):
+                continue  # it would overtake one of its size or a shorter one
             larger = [one for one in queue if size_class(_work(one.group)) > size]
             passed = {size_class(_work(one.group)) for one in larger if one.place < each.place}
             rooms = [one.allowed - one.counted for one in larger if size_class(_work(one.group)) in passed]
