@@ -63,6 +63,13 @@ def test_what_is_given_up_uses_no_room() -> None:
         queue.remove(order, served=False)
 
 
+def test_a_prompt_that_returns_longer_is_overtaken_by_its_old_size() -> None:
+    queue = queue_of(0.1, [50, 50])
+    queue.remove(0, served=False)
+    queue.push(QueuePlace(inf, 0), 1000)
+    assert drain(queue) == [1, 0]
+
+
 def test_sizes_are_in_order_and_four_to_an_octave() -> None:
     sizes = [size_class(work) for work in range(1, 5000)]
     assert sizes == sorted(sizes)
