@@ -128,7 +128,7 @@ def test_a_model_that_drafts_for_itself_is_mostly_right(
     """Sums of another number of lines may round differently, and rows that have ended have drafts."""
     found = run(choice, drafts=True, depth=depth)
     assert found.said == plain
-    assert found.accepted > 0.7 * found.drafted > 100
+    assert found.accepted > 0.6 * found.drafted > 100
 
 
 @pytest.mark.parametrize("text", [False, True])

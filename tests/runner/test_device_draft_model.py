@@ -3,6 +3,7 @@ blocks are never stale, and that no step waits for what only the device knows.""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -156,6 +157,18 @@ def test_a_row_begins_where_the_blocks_of_its_prefix_end(cached: int, computed: 
     next_row(driven, cached)
     assert verified(driven.run(drafts={1: 3}, num_decoding=1)) == [(3, 3)]
     assert driven.draft.passes == [*([computed] if computed else []), [5, 6], [7], [8]]
+
+
+def test_nothing_is_computed_of_a_row_that_has_ended() -> None:
+    """The host does not know of it when it plans the drafts; another row has its prompt's first block."""
+    driven, said = Driven(), continuation(np.array(PROMPT, dtype=np.int32), VOCAB, 0)
+    starts = (row_start(0, PROMPT, end_ids=(*islice(said, 1, 2),)),)
+    driven.run(starts=starts, grants=grants({0: range(1, 11)}), chunks=(sample(0, 0, len(PROMPT)),))
+    assert [over.row for over in driven.run(num_decoding=1).ended] == [0]
+    assert verified(driven.run(drafts={0: 2}, num_decoding=1)) == [(2, 0)]
+    next_row(driven, 4)
+    assert verified(driven.run(drafts={1: 3}, num_decoding=1)) == [(3, 3)]
+    assert driven.draft.passes[0] == [0, 1, 2, 3, 4]
 
 
 def test_what_is_computed_of_a_prefix_is_read_when_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
