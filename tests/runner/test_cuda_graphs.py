@@ -489,3 +489,14 @@ def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch
     ).wait()
     second = runner.launch(StepPlan(1, num_decoding=1)).wait()
     assert (len(first.rows), len(second.rows), runner.num_replayed) == (1, 1, 1), "decodes were recorded before"
+
+
+def test_the_memory_of_other_captures_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Recording(StepSize(4)).graphs
+    free = iter((1000, 700, 650, 400))
+    monkeypatch.setattr(GraphCapturer, "free_bytes", lambda capturer: next(free))
+    captured: list[str] = []
+    steps.count(lambda: captured.append("passes"))
+    steps.capture(StepSize(4))
+    assert captured == ["passes"]
+    assert (steps.counts.captured_bytes, steps.counts.captured) == (550, 1)

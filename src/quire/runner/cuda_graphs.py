@@ -300,6 +300,13 @@ class GraphedSteps:
         self.counts.capture_s += took_s
         self.counts.captured_bytes += max(free - self._capturer.free_bytes(), 0)
 
+    def count(self, capture: Callable[[], None]) -> None:
+        """Capture other work, and count its time and memory with that of the shapes."""
+        begun_s, free = time.perf_counter(), self._capturer.free_bytes()
+        capture()
+        self.counts.capture_s += time.perf_counter() - begun_s
+        self.counts.captured_bytes += max(free - self._capturer.free_bytes(), 0)
+
     def dry_run(self, shapes: list[StepSize]) -> None:
         """Run these shapes once without capturing, so that the caller sees which kernels they launch. Between steps."""
         self._place_rows(np.empty(0, dtype=np.int32))

@@ -195,7 +195,7 @@ class ModelRunner:
         try:
             self._graphs.capture(shape)
             if shape is not None and shape.drafts and isinstance(self._draft_model, DeviceDraftModel):
-                self._draft_model.capture(shape.rows)
+                self._graphs.count(partial(self._draft_model.capture, shape.rows))
         except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
             _log.warning("no more CUDA graphs are captured: %s", error)
             self._graphs.stop_capturing()
