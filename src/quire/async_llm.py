@@ -32,16 +32,18 @@ _Update = Delta | Exception | None  # None: the request has ended
 def _waking_loop() -> Iterator[None]:
     """The event loop wakes twice a second: Jupyter's kernel cancels an interrupted cell without waking it."""
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
 
     def wake() -> None:
         nonlocal timer
         timer = loop.call_later(_WAKE_S, wake)
 
-    timer = loop.call_later(_WAKE_S, wake)
+    wake()
     try:
         yield
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
 class _AsyncReader:

@@ -112,6 +112,11 @@ class BuiltEngine:
         )
 
 
+def _model_line(config: EngineConfig, spec: ModelSpec) -> str:
+    context = min(spec.max_positions, config.max_model_len or spec.max_positions)
+    return f"context {context:,} · {spec.num_layers} layers · {spec.family}"
+
+
 def build(
     config: EngineConfig,
     reporter: StartupReporter | None = None,
@@ -138,8 +143,7 @@ def build(
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     ranks = Ranks(config, dtype, device, role, shared_gpu) if shard.num_ranks > 1 else None
     spec = shard.spec(checkpoint.spec)
-    context = min(spec.max_positions, config.max_model_len or spec.max_positions)
-    reporter.done("config", f"context {context:,} · {spec.num_layers} layers · {spec.family}")
+    reporter.done("config", _model_line(config, spec))
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
     unfilled = allocate_weights(config, checkpoint, DTYPES[dtype], device, reporter, choice, shard)
