@@ -1,17 +1,17 @@
 """A FastAPI application with the engine in its own process: `python examples/fastapi_app.py`, then open /docs.
 
-Threads may share an `LLM`: FastAPI runs plain `def` routes in a thread pool, and concurrent requests form one batch.
+Concurrent requests form one batch. A client that goes away while its answer is streamed ends the request.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
-from quire import LLM, SamplingParams
+from quire import AsyncLLM, QuireError, SamplingParams
 
 
 class Question(BaseModel):
@@ -21,7 +21,7 @@ class Question(BaseModel):
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    with LLM() as llm:
+    async with AsyncLLM() as llm:
         app.state.llm = llm
         yield
 
@@ -29,19 +29,25 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(title="quire inside FastAPI", lifespan=lifespan)
 
 
+@app.exception_handler(QuireError)
+async def refused(request: Request, error: QuireError) -> JSONResponse:
+    """A question that is too long, for example: the error knows its status."""
+    return JSONResponse({"error": error.message}, error.status)
+
+
 @app.post("/ask")
-def ask(question: Question) -> dict[str, object]:
+async def ask(question: Question) -> dict[str, object]:
     params = SamplingParams(temperature=0, max_tokens=question.max_tokens)
-    (output,) = app.state.llm.chat([{"role": "user", "content": question.text}], params)
+    (output,) = await app.state.llm.chat([{"role": "user", "content": question.text}], params)
     return {"answer": output.outputs[0].text, "tokens": len(output.outputs[0].token_ids)}
 
 
 @app.post("/stream")
-def stream(question: Question) -> StreamingResponse:
+async def stream(question: Question) -> StreamingResponse:
     params = SamplingParams(temperature=0, max_tokens=question.max_tokens)
 
-    def pieces() -> Iterator[str]:
-        for delta in app.state.llm.stream_chat([{"role": "user", "content": question.text}], params):
+    async def pieces() -> AsyncIterator[str]:
+        async for delta in app.state.llm.stream_chat([{"role": "user", "content": question.text}], params):
             yield delta.text
 
     return StreamingResponse(pieces(), media_type="text/plain; charset=utf-8")

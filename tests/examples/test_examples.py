@@ -99,6 +99,37 @@ def test_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer["answer"] and answer["tokens"] <= 8
         assert client.post("/stream", json=question).text == answer["answer"]
         assert client.post("/ask", json={"text": "hi", "max_tokens": 0}).status_code == 422
+        refused = client.post("/ask", json={"text": "word " * 9000})
+        assert refused.status_code == 400 and "maximum context length" in refused.json()["error"]
+        assert client.portal is not None
+        assert client.portal.call(steps_after_leaving, client.app) < 200, "of 256 tokens"
+
+
+async def steps_after_leaving(app: Any) -> int:
+    """The steps that the engine makes for a client that goes away after the first piece of a long stream."""
+    body = json.dumps({"text": "Name many colours.", "max_tokens": 256}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/stream", "query_string": b"", "http_version": "1.1"}
+    scope |= {"headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"}}
+    has_begun = asyncio.Event()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, object]:
+        for message in messages:
+            return message
+        await has_begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, object]) -> None:
+        if message.get("body"):
+            has_begun.set()
+
+    engine = app.state.llm
+    scheduler = engine.llm.built.engine.scheduler
+    before = scheduler.last_absorbed
+    await app(scope, receive, send)
+    while not await engine._on_engine_thread(lambda: engine.llm.client.idle):
+        await asyncio.sleep(0)
+    return int(scheduler.last_absorbed - before)
 
 
 @pytest.mark.long(gpu=False)
