@@ -82,7 +82,7 @@ def find_cached(hub_name: HubName, revision: str | None) -> Path:
     return found
 
 
-class CachedCommit(NamedTuple):
+class CachedRevision(NamedTuple):
     """A model in the cache, its commit, and the one that the hub has now (None: unknown)."""
 
     path: Path
@@ -90,7 +90,7 @@ class CachedCommit(NamedTuple):
     newest: str | None
 
 
-def compare_cached(hub_name: HubName, revision: str | None, token: str | None) -> CachedCommit | None:
+def compare_cached(hub_name: HubName, revision: str | None, token: str | None) -> CachedRevision | None:
     """Whether the hub has a newer commit than the cache; None if the model is not in the cache."""
     try:
         path = find_cached(hub_name, revision)
@@ -101,7 +101,7 @@ def compare_cached(hub_name: HubName, revision: str | None, token: str | None) -
         newest = HfApi().model_info(hub_name.repository, revision=revision, token=token).sha
     except Exception:
         newest = None
-    return CachedCommit(path, folder.name, newest)
+    return CachedRevision(path, folder.name, newest)
 
 
 def list_files(repository: str, revision: str | None, token: str | None) -> list[HubFile]:
