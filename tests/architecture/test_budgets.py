@@ -8,7 +8,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 MIN_FILE_LINES = 60
-MAX_FILES = 373
+MAX_FILES = 375
 
 FILE_EXCEPTIONS: dict[str, str] = {}  # file: reason
 SMALL_FILES = {  # file: why it does not belong into a neighbour
