@@ -54,3 +54,6 @@ def test_tags_are_found_by_name() -> None:
     assert (tags_by_name("think"), tags_by_name("mistral")) == (THINK, MISTRAL_THINK)
     with pytest.raises(ConfigError, match="no reasoning tags 'thinks'; choose one of mistral, think"):
         tags_by_name("thinks")
+    for other in ("deepseek_r1", "deepseek-r1", "qwen3"):  # of vLLM and SGLang
+        with pytest.raises(ConfigError, match=f"mistral, think. The tags of {other} are think here"):
+            tags_by_name(other)

@@ -162,3 +162,5 @@ def test_formats_are_found_by_name() -> None:
         ConfigError, match="no tool format 'herms'; choose one of generic, hermes, llama3_json, mistral"
     ):
         tool_format_by_name("herms")
+    with pytest.raises(ConfigError, match="The format of qwen25 is hermes here"):  # of SGLang
+        tool_format_by_name("qwen25")

@@ -27,6 +27,7 @@ class ReasoningTags:
 
 THINK = ReasoningTags("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningTags("mistral", "[THINK]", "[/THINK]")
+_THINKING_PARSERS = {"deepseek_r1", "qwen3", "qwen3_thinking", "glm45"}  # of vLLM and SGLang, for <think>
 REASONING_TAGS = {tags.name: tags for tags in (THINK, MISTRAL_THINK)}
 
 
@@ -34,7 +35,8 @@ def tags_by_name(name: str) -> ReasoningTags:
     """The tags of `--reasoning-parser`."""
     if name not in REASONING_TAGS:
         known = ", ".join(sorted(REASONING_TAGS))
-        raise ConfigError(f"There are no reasoning tags {shown(name)}; choose one of {known}.")
+        hint = f" The tags of {name} are {THINK.name} here." if name.replace("-", "_") in _THINKING_PARSERS else ""
+        raise ConfigError(f"There are no reasoning tags {shown(name)}; choose one of {known}.{hint}")
     return REASONING_TAGS[name]
 
 

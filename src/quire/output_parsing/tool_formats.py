@@ -76,9 +76,13 @@ PYTHONIC = ToolFormat("pythonic", read_pythonic, (PYTHON_START, PYTHON_END, FUNC
 
 FORMATS = {each.name: each for each in (HERMES, QWEN_CODER, LLAMA, MISTRAL, MISTRAL_ARGS, PYTHONIC, GENERIC)}
 
+_OTHER_NAMES = {"qwen": HERMES, "qwen25": HERMES, "llama3": LLAMA, "llama4_pythonic": PYTHONIC}  # of vLLM and SGLang
+
 
 def tool_format_by_name(name: str) -> ToolFormat:
     """The format of `--tool-call-parser`."""
     if name not in FORMATS:
-        raise ConfigError(f"There is no tool format {shown(name)}; choose one of {', '.join(sorted(FORMATS))}.")
+        here = _OTHER_NAMES.get(name)
+        hint = "" if here is None else f" The format of {name} is {here.name} here."
+        raise ConfigError(f"There is no tool format {shown(name)}; choose one of {', '.join(sorted(FORMATS))}.{hint}")
     return FORMATS[name]
