@@ -100,4 +100,4 @@ def test_an_admission_and_a_finish_cost_fewer_than_five_hundred_calls() -> None:
     """With turnover a request replaces another in every step; without, no request starts or finishes. With a queue
     every step is planned in full."""
     busy, none = (calls_of_a_round(bench(100, 50, turnover)) for turnover in (0.01, 0.0))
-    assert busy - none <= 480 * (ROUND + WARM)
+    assert busy - none < 500 * (ROUND + WARM)

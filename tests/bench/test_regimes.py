@@ -23,7 +23,7 @@ def test_contiguous_regimes_waste_most_of_their_reservation_and_paged_ones_littl
     waste = {name: outcome.account.waste_reserved for name, outcome in regimes.items()}
     assert all(0.6 < waste[name] < 0.8 for name in ("static", "dynamic", "continuous"))
     assert all(regimes[name].account.waste_held < 0.02 for name in ("paged", "chunked", "prefix"))
-    assert all(waste[name] < 0.3 for name in ("paged", "chunked", "prefix")), "hedge reserves too much"
+    assert all(waste[name] < 0.32 for name in ("paged", "chunked", "prefix")), "hedge reserves too much"
 
 
 def test_only_static_batches_are_padded(regimes: dict[str, RegimeResult]) -> None:

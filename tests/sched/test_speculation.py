@@ -289,6 +289,55 @@ def test_rows_try_again_where_only_the_first_draft_of_a_step_is_dear() -> None:
     assert sum(sum(counts(made, rows, step)) for step in range(16, 40)) > 0
 
 
+DRAFT_MODEL = replace(CHEAP, seconds_per_draft_pass=1e-4, seconds_per_draft_token=1e-4)
+
+
+def drafting_for(num_rows: int, num_tokens: int) -> tuple[DraftGovernor, np.ndarray]:
+    """A governor of rows with a draft model, which has computed none of their tokens."""
+    made = DraftGovernor(SpeculationPolicy(max_drafts=4), CostTable(DRAFT_MODEL), num_rows)
+    for row in range(num_rows):
+        made.start(Row(row), 0, num_tokens=num_tokens + 10 * (row != 2))
+    return made, made.candidates(0)
+
+
+def test_one_row_tries_a_draft_model_for_all() -> None:
+    """The one with the fewest tokens to compute first; the others begin when its drafts are accepted."""
+    made, rows = drafting_for(6, 300)
+    for step in range(1, 4):
+        assert [row for row, count in enumerate(counts(made, rows, step)) if count] == [2]
+    for _ in range(4):
+        made.note(np.array([2], np.int32), np.array([4], np.int32), np.array([4], np.int32))
+    assert all(counts(made, rows, 5))
+    made, rows = drafting_for(6, 300)
+    for _ in range(20):
+        made.note(np.array([2], np.int32), np.array([4], np.int32), np.array([0], np.int32))
+    assert not any(counts(made, rows, 5))
+
+
+def test_what_a_grammar_forces_waits_for_no_draft_model() -> None:
+    made, rows = drafting_for(4, 300)
+    limits, forced = np.full(4, 100), np.array([3, 0, 0, 3])
+    planned = made.choose(1, rows, limits, StepShape(4, 400), 100, forced)
+    assert (planned > 0).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 100, 2000])
+def test_what_tries_make_a_draft_model_compute_is_a_small_share_of_the_time(num_tokens: int) -> None:
+    made, rows = drafting_for(16, num_tokens)
+    settle(made, rows, [0] * 16)
+    behind, since, spent_s, num_tries = np.full(16, num_tokens), np.zeros(16, np.int64), 0.0, 0
+    for step in range(1, 4000):
+        tried = np.flatnonzero(counts(made, rows, step))
+        spent_s += DRAFT_MODEL.seconds_per_draft_token * float((behind[tried] + step - since[tried]).sum())
+        behind[tried], since[tried] = 0, step
+        num_tries += len(tried)
+        if len(tried):
+            made.note(tried.astype(np.int32), np.ones(len(tried), np.int32), np.zeros(len(tried), np.int32))
+    step_s = CostTable(DRAFT_MODEL).predict_s(StepShape(16, 1600))
+    most_s = DRAFT_MODEL.seconds_per_draft_token * (num_tokens + 4000)  # the last try is paid for afterwards
+    assert num_tries >= 1 and spent_s <= 0.011 * 4000 * step_s + most_s
+
+
 def test_the_budget_limits_all_rows_together() -> None:
     made, rows = governor(CHEAP)
     settle(made, rows, [4, 4, 4, 4])

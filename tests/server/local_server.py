@@ -31,6 +31,7 @@ from quire.cli.serve_models import router_config
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine import engine_main, grammar_masks, scripted_engine
+from quire.engine import open_model as opening
 from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine_process import EngineProcess, FrameConnection
 from quire.engine.engine_server import EngineServer
@@ -131,7 +132,7 @@ def local_engines() -> Iterator[None]:
         patch.object(engine_supervisor, "EngineProcess", LocalEngine),
         patch.object(lifecycle, "freeze_heap", lambda: None),  # this process lives on
         patch.object(scripted_engine, "open_model", _open_model),
-        patch.object(serving, "open_model", _open_model),
+        patch.object(opening, "open_model", _open_model),
         patch.object(batching, "open_model", _open_model),
         patch.object(grammar_masks, "GrammarVocabulary", _vocabulary),
         patch.object(lifecycle, "CompileWorker", _compile_worker),

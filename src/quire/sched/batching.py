@@ -261,7 +261,7 @@ class StepBatcher:
                 speculation = state.policy.speculation
                 if state.governor.active and speculation.allows(request.sampling):
                     reads_text = speculation.reads_text(request.sampling)
-                    state.governor.start(row, builder.step + 1, reads_text=reads_text)
+                    state.governor.start(row, builder.step + 1, num_tokens=num_tokens, reads_text=reads_text)
                     if reads_text:
                         state.governor.read_text(row, sequence.tokens, state.continuation(sequence))
 

@@ -5,7 +5,9 @@ are accepted, asks the cost table what a step with more tokens takes, and plans 
 tokens per second; none if none gain. So drafts stop by themselves in large batches and where text does not repeat. A
 row without drafts tries a single one now and then, ever less often while it fails; where drafts come from the row's own
 text, each of its tokens tells what a draft would have been worth (`lookup_hits`). Does not depend on what drafts are,
-but for two kinds: text that a grammar forces is accepted more often than what a text seems to repeat.
+but for three kinds: text that a grammar forces is accepted more often than what a text seems to repeat, and a draft
+model first computes all tokens of a row that it lacks. So one row alone tries what nothing is known of, and what a try
+makes the draft model compute counts as time of tries.
 """
 
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ _ROWS_PER_PROBE = 32  # this many rows have one probe in a step
 _PROBE_SHARE = 0.01  # of the time that probes may take
 _PROBE_COST = 0.05  # of a step, at least, that its first drafts take
 _MAX_PROBE_CREDIT = 0.1  # of a step
+_FEW_TRIED = 8.0  # drafts of a draft model, until which one row tries them for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class DraftGovernor:
 
     __slots__ = (
         "_accepted",
+        "_behind",
         "_cost",
         "_first_step",
         "_forced_accepted",
@@ -82,6 +86,7 @@ class DraftGovernor:
         "_reads_text",
         "_shared_accepted",
         "_shared_tried",
+        "_since",
         "_tried",
     )
 
@@ -93,6 +98,8 @@ class DraftGovernor:
         self._tried: NDArray[np.float64] = np.zeros(max_rows)  # of those, and the first of each step that was not
         self._reads_text: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self._prior_weight: NDArray[np.float64] = np.zeros(max_rows)
+        self._behind: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens a draft model lacked in that step
+        self._since: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -119,9 +126,11 @@ class DraftGovernor:
         """Whether any row may ever have drafts."""
         return self._policy.max_drafts > 0
 
-    def start(self, row: Row, step: int, *, reads_text: bool = True) -> None:
-        """A row that may have drafts decodes from this step on. Without `reads_text` only what its grammar forces."""
-        self._first_step[row] = step
+    def start(self, row: Row, step: int, *, num_tokens: int = 0, reads_text: bool = True) -> None:
+        """A row that may have drafts decodes from this step on; it has `num_tokens`. Without `reads_text` only what its
+        grammar forces."""
+        self._first_step[row] = self._since[row] = step
+        self._behind[row] = num_tokens
         self._reads_text[row] = reads_text
         self._accepted[row] = self._tried[row] = 0.0
         self._prior_weight[row] = _PRIOR_WEIGHT
@@ -163,19 +172,32 @@ class DraftGovernor:
             return nothing
         gains = self._gains(rows, limits, forced > 0)
         counts = self._best_counts(gains, shape, num_most)
+        catch_up_s = self._catch_up_s(rows, step)
+        if catch_up_s is not None and self._shared_tried - _UNKNOWN_TRIED < _FEW_TRIED:
+            counts = _of_one_row(counts, forced > 0, catch_up_s)
         least = _LIKELY if self._policy.hindsight else 0.0  # what a draft is worth is known: only its cost is tried
         waiting = np.flatnonzero((counts == 0) & (gains[:, 0] > least) & (self._probe_at[rows] <= step))
-        probing = waiting[: self._num_probes(len(waiting), int(counts.sum()), shape, budget)]
+        due_s = np.zeros(len(waiting)) if catch_up_s is None else catch_up_s[waiting]
+        probing = waiting[: self._num_probes(due_s, int(counts.sum()), shape, budget)]
         counts[probing] = np.maximum(np.count_nonzero(gains[probing] > _LIKELY, axis=1), 1)  # measures their cost, too
         counts = _within(counts, budget)
-        self._probe_at[rows[counts > 0]] = step + self._probe_interval[rows[counts > 0]]
+        drafting = rows[counts > 0]
+        self._probe_at[drafting] = step + self._probe_interval[drafting]
+        self._behind[drafting], self._since[drafting] = 0, step
         return counts
 
-    def _num_probes(self, num_waiting: int, num_drafts: int, shape: StepShape, budget: int) -> int:
+    def _catch_up_s(self, rows: IndexArray, step: int) -> NDArray[np.float64] | None:
+        """What a draft model takes at most to compute what it lacks of each row; None: no model drafts."""
+        token_s = self._cost.constants.seconds_per_draft_token
+        lacking = (self._behind[rows] + step - self._since[rows]).astype(np.float64)
+        return np.multiply(lacking, token_s, out=lacking) if token_s else None
+
+    def _num_probes(self, due_s: NDArray[np.float64], num_drafts: int, shape: StepShape, budget: int) -> int:
         """How many of the waiting rows try a draft, in a step with this many drafts. All tries together take a small
-        share of the time: a step has drafts for them once enough steps have had none."""
+        share of the time: a step has drafts for them once enough steps have had none. `due_s`: what a draft model takes
+        before, of each waiting row."""
         self._probe_credit = min(self._probe_credit + _PROBE_SHARE, _MAX_PROBE_CREDIT)
-        number = min(num_waiting, budget - num_drafts, max(shape.num_rows // _ROWS_PER_PROBE, 1))
+        number = min(len(due_s), budget - num_drafts, max(shape.num_rows // _ROWS_PER_PROBE, 1))
         if number <= 0:
             return 0
         without_s = self._cost.predict_s(shape.with_drafts(num_drafts))
@@ -184,7 +206,7 @@ class DraftGovernor:
             cost = min(max(cost, _PROBE_COST), _MAX_PROBE_CREDIT)
         if cost > self._probe_credit:
             return 0
-        self._probe_credit -= max(cost, 0.0)
+        self._probe_credit -= max(cost, 0.0) + float(due_s[:number].sum()) / without_s
         return number
 
     def _may_gain(self, shape: StepShape, num_most: int) -> bool:
@@ -265,6 +287,20 @@ class DraftGovernor:
     def _weigh_all(self, num_right: int, num_tried: int) -> None:
         self._shared_accepted = _SHARED_DECAY * self._shared_accepted + num_right
         self._shared_tried = _SHARED_DECAY * self._shared_tried + num_tried
+
+
+def _of_one_row(
+    counts: NDArray[np.int64], forced: NDArray[np.bool_], catch_up_s: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """The drafts that grammars force, and those of the one row that costs a draft model least to begin with."""
+    from_model = np.flatnonzero((counts > 0) & ~forced)
+    if len(from_model) < 2:
+        return counts
+    kept = counts.copy()
+    kept[from_model] = 0
+    chosen = from_model[np.argmin(catch_up_s[from_model])]
+    kept[chosen] = counts[chosen]
+    return kept
 
 
 def _within(counts: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
