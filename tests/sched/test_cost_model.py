@@ -61,7 +61,7 @@ def test_a_draft_model_takes_a_pass_for_each_draft_of_a_row() -> None:
         CostTable(replace(ROUND, seconds_per_draft_pass=2e-3, seconds_per_draft_token=5e-4)),
     )
     for number, seconds in ((0, 0.0), (1, hypot(2e-3, 5e-4)), (4, hypot(2e-3, 2e-3)), (12, 3 * hypot(2e-3, 2e-3))):
-        shape = StepShape(num_rows=4, num_drafts=number)
+        shape = StepShape(num_rows=4).with_drafts(number)
         assert drafting.predict_s(shape) - plain.predict_s(shape) == pytest.approx(seconds)
 
 

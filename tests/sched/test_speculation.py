@@ -314,6 +314,22 @@ def test_one_row_tries_a_draft_model_for_all() -> None:
     assert not any(counts(made, rows, 5))
 
 
+def test_a_pass_of_a_draft_model_is_for_all_rows_or_none() -> None:
+    """A pass takes as long as a step: two drafts of each of many rows pay, four of a few do not, and a row that is
+    accepted more often than the others has no pass of its own."""
+    costs = CostTable(Constants(0.0, 4e-3, 1e-6, 0.0, 0.0, seconds_per_draft_pass=2e-3, seconds_per_draft_token=1e-9))
+    made = DraftGovernor(SpeculationPolicy(max_drafts=4), costs, 8)
+    for row in range(8):
+        made.start(Row(row), 0)
+    rows = made.candidates(0)
+    settle(made, rows, [4, 3, 3, 3, 3, 3, 3, 3])
+    found = counts(made, rows, 1)
+    assert len(set(found)) == 1 and found[0] > 0
+    for _ in range(100):  # one row is always right, the others never
+        made.note(rows.astype(np.int32), np.full(8, 4, np.int32), np.array([4] + 7 * [0], np.int32))
+    assert not any(counts(made, rows[1:], 2)) and counts(made, rows, 2) == [0] * 8
+
+
 def test_what_a_grammar_forces_waits_for_no_draft_model() -> None:
     made, rows = drafting_for(4, 300)
     limits, forced = np.full(4, 100), np.array([3, 0, 0, 3])

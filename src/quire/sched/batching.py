@@ -332,5 +332,5 @@ class StepBatcher:
             num_context = num_context * builder.num_decoding // max(calendar.num_decoding, 1)
         shape = StepShape(builder.num_decoding, num_context)
         if len(builder.drafts):
-            shape = shape.with_drafts(int(builder.drafts.counts.sum()))
+            shape = shape.with_drafts(int(builder.drafts.counts.sum()), int(builder.drafts.counts.max()))
         return shape.with_chunks([(chunk.start, chunk.length) for chunk in builder.chunks]) if builder.chunks else shape

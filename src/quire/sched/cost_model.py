@@ -25,10 +25,14 @@ class StepShape(NamedTuple):
     num_chunk_tokens: int = 0
     chunk_context: int = 0  # KV tokens that the chunks' tokens read, itself and all before it for each, together
     num_drafts: int = 0  # that decoding rows verify, together
+    num_draft_passes: int = 0  # of a draft model: as many as the row with the most drafts has
 
-    def with_drafts(self, number: int) -> "StepShape":
-        """The same step with this number of drafts."""
-        return self._replace(num_drafts=number)
+    def with_drafts(self, number: int, num_passes: int | None = None) -> "StepShape":
+        """The same step with this number of drafts. `num_passes`: by default, all rows have as many drafts."""
+        return self._replace(
+            num_drafts=number,
+            num_draft_passes=-(-number // max(1, self.num_rows)) if num_passes is None else num_passes,
+        )
 
     def with_chunk(self, start: int, length: int) -> "StepShape":
         """The same step with a further chunk of the positions [start, start + length)."""
@@ -36,11 +40,11 @@ class StepShape(NamedTuple):
 
     def with_chunks(self, chunks: Iterable[tuple[int, int]]) -> "StepShape":
         """The same step with further chunks, each by its start and its length."""
-        num_rows, num_context, num_chunk_tokens, chunk_context, num_drafts = self
+        num_chunk_tokens, chunk_context = self.num_chunk_tokens, self.chunk_context
         for start, length in chunks:
             num_chunk_tokens += length
             chunk_context += length * start + length * (length + 1) // 2
-        return StepShape(num_rows, num_context, num_chunk_tokens, chunk_context, num_drafts)
+        return self._replace(num_chunk_tokens=num_chunk_tokens, chunk_context=chunk_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class CostTable:
         num_context: float = shape.num_context
         drafting_s = 0.0
         if shape.num_drafts:
-            num_passes = -(-shape.num_drafts // max(1, shape.num_rows))
+            num_passes = max(1, shape.num_draft_passes)
             in_a_pass = constants.seconds_per_draft_token * shape.num_drafts / num_passes
             drafting_s = num_passes * hypot(constants.seconds_per_draft_pass, in_a_pass)
             num_context += constants.context_per_draft * (shape.num_drafts * num_context // max(1, shape.num_rows))

@@ -32,7 +32,9 @@ class ResultProcessor:
         drafts: dict[int, DraftCounts] = {}
         if len(flight.drafts):
             drafts = self._absorb_drafts(flight, result.verified)
-            flight = flight._replace(shape=flight.shape.with_drafts(int(result.verified.drafted.sum())))
+            drafted = result.verified.drafted
+            shape = flight.shape.with_drafts(int(drafted.sum()), int(drafted.max(initial=0)))
+            flight = flight._replace(shape=shape)
         if seconds > 0:
             self._cost.observe(flight.shape, seconds)
         rows = self._state.rows

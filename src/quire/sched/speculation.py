@@ -228,19 +228,24 @@ class DraftGovernor:
         return gains
 
     def _best_counts(self, gains: NDArray[np.float64], shape: StepShape, num_most: int) -> NDArray[np.int64]:
-        """Drafts by row: the likeliest of all rows, as many as give the most tokens per second."""
-        ordered = np.sort(gains, axis=None)[::-1][:num_most]
-        expected = ordered.cumsum()
+        """Drafts by row: the likeliest of all rows, as many as give the most tokens per second. Each pass of a draft
+        model costs as much for one row as for many: so with one, all numbers of passes are compared."""
         num_rows, predict_s = shape.num_rows, self._cost.predict_s
-        best_rate, best = _MIN_GAIN * num_rows / predict_s(shape), 0
-        for number in _trial_sizes(int(np.count_nonzero(ordered))):
-            rate = (num_rows + float(expected[number - 1])) / predict_s(shape.with_drafts(number))
-            if rate > best_rate:
-                best_rate, best = rate, number
-        if best == 0:
-            return np.zeros(len(gains), dtype=np.int64)
-        counts: NDArray[np.int64] = np.count_nonzero(gains >= ordered[best - 1], axis=1).astype(np.int64)
-        return _within(counts, num_most)  # equal gains may be more than the budget has
+        best_rate, best = _MIN_GAIN * num_rows / predict_s(shape), np.zeros(len(gains), dtype=np.int64)
+        if num_rows + float(gains.sum()) <= best_rate * predict_s(shape.with_drafts(1)):
+            return best  # not even if all drafts cost no more than one
+        most_passes = gains.shape[1]
+        for depth in range(1, most_passes + 1) if self._cost.constants.seconds_per_draft_pass else (most_passes,):
+            likeliest = gains[:, :depth]
+            ordered = np.sort(likeliest, axis=None)[::-1][:num_most]
+            expected, in_pass = ordered.cumsum(), likeliest.max(axis=0)
+            for number in _trial_sizes(int(np.count_nonzero(ordered))):
+                num_passes = int(np.count_nonzero(in_pass >= ordered[number - 1]))
+                rate = (num_rows + float(expected[number - 1])) / predict_s(shape.with_drafts(number, num_passes))
+                if rate > best_rate:
+                    best_rate = rate
+                    best = np.count_nonzero(likeliest >= ordered[number - 1], axis=1).astype(np.int64)
+        return _within(best, num_most)  # equal gains may be more than the budget has
 
     def note(
         self, rows: IntArray, drafted: IntArray, accepted: IntArray, forced: NDArray[np.bool_] | None = None
