@@ -102,7 +102,7 @@ class _Overtaken:
     place: tuple[float, int]
     allowed: int  # tokens that may overtake it
     counted: int = 0  # tokens that overtook the first of its size
-    overtook: int = 0  # tokens that overtook it
+    overtook: int = 0  # tokens that overtook it, but for groups that others may have been preempted for
 
 
 class _CheckedQueue(WaitingQueue):
@@ -148,10 +148,9 @@ class _CheckedQueue(WaitingQueue):
         for each in rivals if self._is_long(left.group) else ():
             if size_class(_work(each.group)) > size_class(work) and size_class(_work(each.group)) in sizes:
                 each.counted += work
-            if each.place < left.place:
+            if each.place < left.place and left.group.order not in self._preempted_for:
                 each.overtook += work
-                bound = each.overtook <= each.allowed or left.group.order in self._preempted_for
-                assert bound, f"{left.group} overtook {each.group} beyond {each.allowed} tokens"
+                assert each.overtook <= each.allowed, f"{left.group} overtook {each.group} beyond {each.allowed} tokens"
 
     def candidates(self, now_s: float) -> tuple[RequestGroup, ...]:
         found = super().candidates(now_s)
