@@ -178,8 +178,11 @@ def test_long_prompts_are_split_and_survive_the_prefill_engine(default_model_pat
             assert await split.answer(without) == expected
             assert "no prefill engine was ready" in await split.explain(without)
             split.split.is_ready = is_ready
+            [prefill] = split.split.engines
+            await prefill.submit(prompt_of(11, 2000)[:640], SamplingParams(temperature=0.0, max_tokens=1)).output()
             after = split.submit(prompt_of(11, 2000))
             assert await split.answer(after) == expected and split.ends[-1].failure is None
+            assert after.state.metrics.num_cached_tokens == 640, "where it was computed"
             reasons = Counter(each.failure for each in split.ends)
             assert reasons == {None: 2, TransferFailure.ENGINE_LOST: 4, TransferFailure.NO_ENGINE: 1}
             roles = {each.role: (each.num_submitted, each.num_restarts) for each in split.supervisor.loads()}
