@@ -13,7 +13,7 @@ SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which o
 # The command line starts in a blink, and the composition root picks one body of several.
 LAZY = {
     "cli", "__init__", "engine/build_runner.py", "engine/open_model.py", "engine/build_scheduler.py",
-    "engine/engine_main.py", "engine/rank_main.py", "kernels/select.py",
+    "engine/engine_main.py", "engine/rank_main.py", "kernels/select.py", "catalog/wheel.py",
 }  # fmt: skip
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
 READS_ENVIRONMENT = {

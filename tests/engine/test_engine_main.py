@@ -20,7 +20,7 @@ from quire.engine import engine_main as process
 from quire.engine import engine_server
 from quire.engine.engine_process import launcher
 from quire.engine.messages import LoadProgress, StartEngine
-from quire.engine.startup import IMPORT_FIRST, StartupPhase, spawn_process
+from quire.engine.startup import IMPORT_FIRST, StartupPhase, StartupReporter, spawn_process
 from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.engine.wire import ToFront, pack
 from tests import children
@@ -50,6 +50,16 @@ def test_readiness_is_reported_before_the_loop_runs_and_without_a_vocabulary(mon
     assert process.main(ours.detach(), os.getppid()) == 0
     assert received == [pack(INFO)]
     theirs.close()
+
+
+def test_the_engine_of_a_server_reads_the_tokenizer_with_the_vocabulary(shallow_model_path: Path) -> None:
+    config = EngineConfig(model=str(shallow_model_path), device="cpu", threads=1, kv_cache_memory=1 << 24)
+    engine, _ = process._build(StartEngine(config, None), StartupReporter())
+    assert engine.grammars is not None
+    opened, _ = engine.grammars._vocabulary
+    assert "tokenizer" not in vars(opened)
+    engine.grammars.load_vocabulary()
+    assert opened.tokenizer is vars(opened)["tokenizer"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads them")

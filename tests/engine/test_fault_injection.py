@@ -65,7 +65,7 @@ class EngineHarness:
             depth=depth,
             seed=0,
             clock=lambda: 0.0,
-            grammars=GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size) if masked else None,
+            grammars=GrammarMasks(opened, vocab_size) if masked else None,
         )
         if self.engine.grammars is not None:
             self.engine.grammars.load_vocabulary()

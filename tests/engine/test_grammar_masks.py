@@ -72,8 +72,7 @@ class TwoGrammars:
         assert opened.tokenizer is not None
         self.clock = Clock()
         self.grammars = GrammarMasks(
-            opened.tokenizer,
-            opened.end_ids,
+            opened,
             opened.checkpoint.spec.vocab_size,
             cpu_time=self.clock,
             wall_time=self.clock,

@@ -78,8 +78,7 @@ def _show(
     if schema is not None:
         grammar = BenchGrammar.read(str(schema), float(str(given["grammar_share"])))
     if grammar is not None and model.opened.tokenizer is None:
-        tokenizer = report.synthetic_tokenizer(model.opened.checkpoint.spec.vocab_size)
-        model = model._replace(opened=model.opened._replace(tokenizer=tokenizer))
+        model.opened.tokenizer = report.synthetic_tokenizer(model.opened.checkpoint.spec.vocab_size)
     built = start(model, report=True, observe=observer.wrap)
     measured = _measure(LLM.over(built), observer, workloads, part, sampling, grammar, given)
     if given["as_json"]:

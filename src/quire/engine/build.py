@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -70,21 +70,34 @@ if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BuiltEngine:
     """An engine and what it was built from."""
 
-    name: str
+    opened: OpenedModel
     engine: Engine
-    client: LocalClient
-    tokenizer: Tokenizer | None
-    checkpoint: Checkpoint
     resolved: ResolvedConfig
     machine: MachineInfo
     weights: WeightUsage
     kernels: str
     memory: MemoryUsage
     attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
+
+    @cached_property
+    def client(self) -> LocalClient:
+        return LocalClient(self.engine, self.tokenizer)
+
+    @property
+    def name(self) -> str:
+        return self.opened.name
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.opened.tokenizer
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.opened.checkpoint
 
     @property
     def dtype(self) -> str:
@@ -138,7 +151,8 @@ def build(
     reporter = reporter or StartupReporter()
     device = _choose_device(config, role, transport)
     precompilation = start_precompilation(device, reporter)
-    name, checkpoint, tokenizer, _ = opened = opened or open_model(config, reporter.fetching)
+    opened = opened or open_model(config, reporter.fetching)
+    name, checkpoint = opened.name, opened.checkpoint
     dtype = choose_dtype(config, checkpoint, device)
     shard = Shard.of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     ranks = Ranks(config, dtype, device, role, shared_gpu) if shard.num_ranks > 1 else None
@@ -174,8 +188,7 @@ def build(
     engine = _engine(config, opened, resolved, scheduler, runner, ranks, observe, grammars)
     _connect(engine, role, transport, stores, block_layout(name, stores, usage.name, shard.size), runner)
     memory = _memory_usage(usage, draft, resolved, runner.launches.captured_bytes, inspect(device), reporter)
-    facts = (tokenizer, checkpoint, resolved, machine, usage, choice.reason, memory, choice.attention)
-    return BuiltEngine(name, engine, LocalClient(engine, tokenizer), *facts)
+    return BuiltEngine(opened, engine, resolved, machine, usage, choice.reason, memory, choice.attention)
 
 
 def _make_stores(

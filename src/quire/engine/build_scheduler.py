@@ -48,12 +48,12 @@ def make_validator(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved
 
 def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None":
     """None without a tokenizer or without llguidance."""
-    if opened.tokenizer is None or importlib.util.find_spec("llguidance") is None:
+    if not opened.has_tokenizer or importlib.util.find_spec("llguidance") is None:
         return None
     from quire.engine.grammar_masks import GrammarMasks
 
     num_threads = min(usable_cores().num_threads, _MAX_GRAMMAR_THREADS)
-    return GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size, num_threads=num_threads)
+    return GrammarMasks(opened, vocab_size, num_threads=num_threads)
 
 
 def load_vocabulary(grammars: "GrammarMasks") -> None:

@@ -93,7 +93,8 @@ def _build(start: "StartEngine", reporter: StartupReporter) -> "tuple[Engine, En
 
         return build_scripted(start.config, Path(start.script), reporter, journal, start.role, transport)
     with gc_frozen_imports():
-        opened = open_model(start.config, reporter.fetching, found=preload_torch)
+        # The server has read the tokenizer; here, grammars alone need it.
+        opened = open_model(start.config, reporter.fetching, found=preload_torch, reads_tokenizer=False)
         from quire.engine.build import build
 
     built = build(

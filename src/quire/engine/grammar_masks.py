@@ -23,12 +23,12 @@ from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import Grammar
 from quire.core.step import FinishReason, Masks
 from quire.core.step_output import StepOutput
+from quire.engine.open_model import OpenedModel
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
 from quire.grammar.matcher import GrammarMatcher, MatcherPool
 from quire.grammar.vocabulary import GrammarVocabulary
 from quire.sched.scheduler import Scheduler
-from quire.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class GrammarMasks:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        end_ids: tuple[int, ...],
+        opened: OpenedModel,
         vocab_size: int,
         cpu_time: Callable[[], float] = time.thread_time,
         wall_time: Callable[[], float] = time.perf_counter,
@@ -61,7 +60,7 @@ class GrammarMasks:
         self._num_threads = num_threads
         self._pool: MatcherPool | None = None
         self._num_singly = 0  # calls in which each matcher is timed alone: the last one took long
-        self._vocabulary = (tokenizer, end_ids, vocab_size)
+        self._vocabulary = (opened, vocab_size)  # the tokenizer is read with it
         self._num_words = -(-vocab_size // 32)
         self._bits: IntArray = np.zeros((0, self._num_words), dtype=np.int32)
         self._lock = threading.Lock()
@@ -81,7 +80,9 @@ class GrammarMasks:
         """The compiler. Reading a vocabulary takes about a second; the first call does it."""
         with self._lock:
             if self._compiler is None:
-                self._compiler = GrammarCompiler(GrammarVocabulary(*self._vocabulary))
+                opened, vocab_size = self._vocabulary
+                assert opened.tokenizer is not None
+                self._compiler = GrammarCompiler(GrammarVocabulary(opened.tokenizer, opened.end_ids, vocab_size))
             return self._compiler
 
     def matchers(self, grammar: Grammar, count: int) -> list[GrammarMatcher]:

@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from quire.catalog.locate import Located, locate
 from quire.catalog.names import HubName, short_name
@@ -23,13 +23,23 @@ from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
 
 
-class OpenedModel(NamedTuple):
-    """A model that was found; `tokenizer` is None where there is none: it takes token ids, and refuses text."""
+@dataclass
+class OpenedModel:
+    """A model that was found."""
 
     name: str
     checkpoint: Checkpoint
-    tokenizer: Tokenizer | None
     draft: Checkpoint | EagleCheckpoint | None = None  # the draft model, or the head, that the settings name
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: the model takes token ids, and refuses text."""
+        return open_tokenizer(self.checkpoint)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Without reading it."""
+        return self.tokenizer is not None if "tokenizer" in vars(self) else _has_tokenizer(self.checkpoint)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -60,17 +70,23 @@ def open_model(
     *,
     scripted: bool = False,
     found: Callable[[], object] = lambda: None,
+    reads_tokenizer: bool = True,
 ) -> OpenedModel:
     """Find the model, and fetch it if it must be. A scripted one has no positions to run out of. `found` is called
-    when nothing but the tokenizer, and the draft model, can be refused any more."""
+    when nothing but the tokenizer, and the draft model, can be refused any more. The tokenizer is read here, which
+    refuses a broken one, or by who asks for it first."""
     name, checkpoint = find_checkpoint(config, fetching)
     if not scripted:
         check_length(config, checkpoint.spec)
         _check_ranks(config, checkpoint.spec)
     default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
     found()
-    opened = OpenedModel(name, checkpoint, open_tokenizer(checkpoint))
-    return opened if scripted else opened._replace(draft=_open_draft(config, opened, fetching))
+    opened = OpenedModel(name, checkpoint)
+    if reads_tokenizer:
+        opened.tokenizer  # noqa: B018  # kept
+    if not scripted:
+        opened.draft = _open_draft(config, opened, fetching)
+    return opened
 
 
 def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | EagleCheckpoint | None:
@@ -185,12 +201,21 @@ def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, repo
     return fetch(wanted, revision=revision, token=token, report=report)
 
 
+def _has_tokenizer(checkpoint: Checkpoint) -> bool:
+    match checkpoint.source:
+        case CheckpointSource.FOLDER:
+            return (checkpoint.path / "tokenizer.json").is_file()
+        case CheckpointSource.GGUF:
+            return True
+        case CheckpointSource.DUMMY:
+            return False
+
+
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The tokenizer of a model; None where there is none."""
     match checkpoint.source:
         case CheckpointSource.FOLDER:
-            has_one = (checkpoint.path / "tokenizer.json").is_file()
-            return Tokenizer.from_folder(checkpoint.path) if has_one else None
+            return Tokenizer.from_folder(checkpoint.path) if _has_tokenizer(checkpoint) else None
         case CheckpointSource.GGUF:
             return Tokenizer.from_gguf(checkpoint.metadata)
         case CheckpointSource.DUMMY:

@@ -92,9 +92,8 @@ def preload_torch() -> Thread | None:
         with suppress(ImportError):  # some are optional
             import_module(name)
     with suppress(ImportError):
-        from tokenizers import Tokenizer, models
-
-        Tokenizer(models.BPE({"a": 0}, [])).encode_batch_fast(["a"])
+        tokenizers = import_module("tokenizers")
+        tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).encode_batch_fast(["a"])
     thread = Thread(target=_load_libraries, args=(Path(found.origin).parent / "lib",), name="quire-preload")
     thread.start()
     return thread
