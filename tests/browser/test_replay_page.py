@@ -62,7 +62,9 @@ def test_it_is_played_stepped_and_searched_with_the_keyboard(browser: Chromium, 
     page.run("forward.click(), 0")
     page.until(f"{POSITION} === '41 of 74 steps'")
     assert page.run("timeline.getContext('2d').getImageData(0, 0, timeline.width, timeline.height).data.some(Boolean)")
-    assert page.run("fetch('engine/state').then((reply) => reply.json()).then((state) => state.replay.speed)") == 100
+    page.run("back.click(), back.click(), 0")
+    page.until(f"{POSITION} === '39 of 74 steps'")
+    assert page.run("document.getElementById('speed-choice').value") == "100"
     assert page.complaints() == []
 
 

@@ -209,7 +209,7 @@ class LocalServer:
         if self._tracer is not None:
             app = self._tracer.around(app, server)
         settings = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=3, **self._access.uvicorn_settings(app))
-        self._http = DrainingServer(settings, server.engine, self._drain_s)
+        self._http = DrainingServer(settings, server.engine, self._drain_s, server.end_watching)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(self._http, "should_exit", True))
         try:

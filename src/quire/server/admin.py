@@ -4,7 +4,8 @@ Health is progress: it follows from what the engine's loop does, not from this p
 their workers (`/server_info`, `/model_info`, `/get_load`) has SGLang's fields.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
 
 import msgspec
 from starlette.requests import Request
@@ -14,15 +15,19 @@ from quire.core.errors import InvalidParameter, QuireError, shown
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.server.admission import client_of
 from quire.server.context import ServerState
+from quire.server.engine_state import EngineState, follow
 from quire.server.engine_supervisor import Health
-from quire.server.http.errors import sanitized
+from quire.server.fair_shares import FairShares
+from quire.server.http.errors import TooManyStreams, sanitized
 from quire.server.http.request_context import context_of
-from quire.server.http.sse import json_response
+from quire.server.http.sse import EVENTS, KEEP_ALIVE_S, Events, json_response, numbered_event, stream
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.request.decode import read
 from quire.version import __version__
 
 _MAX_DIGITS = 18
+MAX_WATCHERS = 32  # streams of the engine's state; with those of clients below their share half as many again
+_WATCHER_RETRY_S = 5.0
 
 
 class UnknownRequest(QuireError):
@@ -153,11 +158,42 @@ async def engine_state(state: ServerState, request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
+async def engine_events(state: ServerState, request: Request) -> Response:
+    """The same as a stream of differences, which the page /engine reads."""
+    return await stream_states(state.watchers, lambda: state.engine_state, request, state.keep_alive_s)
+
+
+async def stream_states(
+    watchers: FairShares, find: Callable[[], EngineState], request: Request, keep_alive_s: float = KEEP_ALIVE_S
+) -> Response:
+    """A stream of the state that `find` gives: it takes no place in the queue, so streams are counted on their own."""
+    since, identity = read_since(request), context_of(request.scope).identity
+    client = client_of(identity, request.scope)
+    if request.method == "HEAD":
+        return Response(headers=EVENTS.headers)
+    if not watchers.has_room(client, MAX_WATCHERS):
+        error = TooManyStreams(
+            f"{watchers.total} streams of the engine's state are open, {watchers.held(client)} of them by this client; "
+            f"the limit is {MAX_WATCHERS}. Close one of them, or try again later."
+        )
+        error.retry_after_s = _WATCHER_RETRY_S
+        raise error
+
+    async def events() -> Events:
+        async with aclosing(follow(find, since, None if identity.admin else client.name)) as found:
+            async for each in found:
+                yield numbered_event(each.step, each.body)
+
+    watchers.take(client)
+    return await stream(request, events(), lambda: watchers.release(client), keep_alive_s)
+
+
 def read_since(request: Request) -> int:
-    """The newest step that the page /engine has."""
-    since = request.query_params.get("since", "-1")
+    """The newest step that a client has: what it resumes a stream with counts before the address of the stream."""
+    header = request.headers.get("last-event-id")
+    name, since = ("since", request.query_params.get("since", "-1")) if header is None else ("Last-Event-ID", header)
     if not since.removeprefix("-").isdecimal() or len(since) > _MAX_DIGITS:
-        raise InvalidParameter(f"since must be the number of a step, not {shown(since)}.", param="since")
+        raise InvalidParameter(f"{name} must be the number of a step, not {shown(since)}.", param=name)
     return int(since)
 
 

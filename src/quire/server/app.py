@@ -224,7 +224,8 @@ MONITORING = (
     Endpoint("GET", "/ready", admin.ready, "Readiness: a request sent now would be served."),
     Endpoint("GET", "/load", admin.load, "Server load."),
     Endpoint("GET", "/metrics", admin.metrics, "Prometheus metrics."),
-    Endpoint("GET", "/engine/state", admin.engine_state, "Blocks, rows, queue and recent steps, for the page /engine."),
+    Endpoint("GET", "/engine/state", admin.engine_state, "Blocks, rows, queue and recent steps, once."),
+    Endpoint("GET", "/engine/events", admin.engine_events, "The same as a stream of differences, for /engine."),
     Endpoint("GET", "/version", models.version, "Version."),
 )
 ADMIN = (

@@ -258,6 +258,7 @@ class ServerState:
     list_models: Callable[[], Sequence[ListedModel]] | None = None  # with several models
     replicas: ReplicaSupervisor | None = None  # of several engines of one model
     batches: BatchStore | None = None  # and files; None: there is no folder for them
+    watchers: FairShares = field(default_factory=FairShares)  # streams of the engine's state
     engine_state: EngineState = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,13 @@
 """A journal in the page /engine: the recorded decisions are made again, and the page shows the scheduler at any step.
 
-`ReplayPlayer` moves when it is asked for its state: nothing runs while no page is open. Forward it repeats the recorded
-calls, backward it starts again. Depends on no model and no runner. Listens on this machine only.
+`ReplayPlayer` moves when it is asked for its state, by the same stream as an engine: nothing runs while no page is
+open. Forward it repeats the recorded calls, backward it starts again. Depends on no model and no runner. Listens on
+this machine only.
 """
 
 import math
+import socket
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated
@@ -20,7 +23,9 @@ from quire.core.ids import RequestId
 from quire.engine.engine_view import EngineView
 from quire.sched.journal.replay import Condition, Difference, JournalContents, Replayer
 from quire.sched.scheduler import Scheduler
-from quire.server.admin import UnknownRequest, read_number, read_since
+from quire.server.admin import UnknownRequest, read_number, stream_states
+from quire.server.engine_state import EngineState
+from quire.server.fair_shares import FairShares
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import KeyRing
 from quire.server.http.errors import HANDLERS
@@ -33,9 +38,10 @@ from quire.server.static_files import static_file, static_routes
 
 HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 4096
-_SLICE_S = 0.1  # of the time of one request: a longer way to a step takes several
-_MAX_SILENCE_S = 0.5  # between two requests, of which steps are played: a hidden page does not ask
+_SLICE_S = 0.1  # of the time of one description: a longer way to a step takes several
+_MAX_SILENCE_S = 0.5  # between two descriptions, of which steps are played: a hidden page closes its stream
 _FIRST_SPEED = 20.0  # steps per second
+_MOVING_S, _RESTING_S = 0.1, 10.0  # between two events of a stream; a control is answered at once
 
 
 class ReplayControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +85,10 @@ class ReplayPlayer:
         """The state at the position, moved by the time since the last call, and the steps after `since`."""
         self._move()
         return {**self._view.describe(since), "replay": self.status()}
+
+    @property
+    def moves(self) -> bool:
+        return self._playing or self._position != int(self._target)
 
     def status(self) -> dict[str, object]:
         return {
@@ -134,34 +144,47 @@ class ReplayPlayer:
         self._playing &= self._position < self._num_steps
 
 
-async def _engine_state(player: ReplayPlayer, request: Request) -> Response:
-    return json_response(player.describe(read_since(request)))
+class _Replay:
+    """What the handlers get: the player, and the streams of its state."""
+
+    def __init__(self, player: ReplayPlayer) -> None:
+        self.player = player
+        self.watchers = FairShares()
+        self.state = EngineState(self._describe, time.monotonic, lambda: _MOVING_S if player.moves else _RESTING_S)
+
+    async def _describe(self, what: str, since: int) -> bytes:
+        return msgspec.json.encode(self.player.describe(since))
 
 
-async def _control(player: ReplayPlayer, request: Request) -> Response:
-    player.control(await read(request, ReplayControl))
-    return json_response(player.status())
+async def _engine_events(replay: _Replay, request: Request) -> Response:
+    return await stream_states(replay.watchers, lambda: replay.state, request)
 
 
-async def _explain(player: ReplayPlayer, request: Request) -> Response:
-    return json_response({"lines": player.explain(RequestId(read_number(request)))})
+async def _control(replay: _Replay, request: Request) -> Response:
+    replay.player.control(await read(request, ReplayControl))
+    replay.state.wake()
+    return json_response(replay.player.status())
 
 
-async def _to_engine(player: ReplayPlayer, request: Request) -> Response:
+async def _explain(replay: _Replay, request: Request) -> Response:
+    return json_response({"lines": replay.player.explain(RequestId(read_number(request)))})
+
+
+async def _to_engine(replay: _Replay, request: Request) -> Response:
     return RedirectResponse("/engine")
 
 
-def replay_app(player: ReplayPlayer) -> RequestLogger:
+def _replay_app(replay: _Replay) -> RequestLogger:
     """The page /engine and its files, its state, and the controls of the player. With the access checks of a server
     without keys: no page of another origin may use it."""
     files = {path: name for path, name in static_routes().items() if path == "/engine" or path.startswith("/pages/")}
-    handlers: dict[tuple[str, str], Callable[[ReplayPlayer, Request], Awaitable[Response]]] = {
+    handlers: dict[tuple[str, str], Callable[[_Replay, Request], Awaitable[Response]]] = {
         ("GET", "/"): _to_engine,
-        ("GET", "/engine/state"): _engine_state,
+        ("GET", "/engine/events"): _engine_events,
         ("GET", "/engine/requests/{number}/explain"): _explain,
         ("POST", "/replay"): _control,
     }
-    routes = [Route(path, partial(handler, player), methods=[method]) for (method, path), handler in handlers.items()]
+    routes = [Route(path, partial(handler, replay), methods=[method]) for (method, path), handler in handlers.items()]
     routes += [Route(path, partial(static_file, name)) for path, name in files.items()]
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # a redirect would follow the Host header that the client sent
@@ -169,12 +192,30 @@ def replay_app(player: ReplayPlayer) -> RequestLogger:
     return secure(app, keys=KeyRing([]), options=options)
 
 
+def replay_app(player: ReplayPlayer) -> RequestLogger:
+    """The page of a player, without a socket."""
+    return _replay_app(_Replay(player))
+
+
 def _unobserved(record: RequestRecord) -> None:
     """Requests of one's own page are not logged."""
 
 
-def replay_server(player: ReplayPlayer) -> uvicorn.Server:
-    app = replay_app(player)
+class ReplayServer(uvicorn.Server):
+    """Ends the streams when it stops: they have no end of their own."""
+
+    def __init__(self, config: uvicorn.Config, end_watching: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end_watching = end_watching
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end_watching()
+        await super().shutdown(sockets)
+
+
+def replay_server(player: ReplayPlayer) -> ReplayServer:
+    replay = _Replay(player)
+    app = _replay_app(replay)
     protocol = guarded(
         connection_limits(_MAX_BODY_BYTES), _unobserved, app, replies_early=True, slow_reader=lambda client: None
     )
@@ -182,4 +223,4 @@ def replay_server(player: ReplayPlayer) -> uvicorn.Server:
         app, http=protocol, ws="none", lifespan="off", log_config=None, log_level="error", server_header=False,
         proxy_headers=False, access_log=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
-    return uvicorn.Server(config)
+    return ReplayServer(config, replay.state.close)

@@ -20,9 +20,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import Draining, InvalidParameter, shown
-from quire.server.admin import AbortBody, UnknownRequest, loads
+from quire.server.admin import AbortBody, UnknownRequest, loads, stream_states
 from quire.server.admission import ServerPaused, ShareExhausted, client_of, timeout_header
 from quire.server.app import ENDPOINTS, Application, Endpoint
+from quire.server.engine_state import EngineState
 from quire.server.engine_supervisor import Health
 from quire.server.fair_shares import Client, FairShares
 from quire.server.http.errors import is_ollama, sanitized
@@ -148,6 +149,7 @@ class RoutedServer:
         self.router = router
         self.admission = RouterAdmission(router)
         self.engine = router
+        self.watchers = FairShares()  # streams of the state of an engine, of all models
         self.metrics = Metrics(lambda: None, clock)  # of the HTTP server
         self.metrics.stored.set_function(lambda: router.store.num_responses)
         self.metrics.stored_bytes.set_function(lambda: router.store.num_bytes)
@@ -156,6 +158,10 @@ class RoutedServer:
     def prompts_of(self, request_id: str) -> tuple[PromptName, ...]:
         """The prompts that came with a request, of whichever model."""
         return tuple(prompt for slot in self.router.slots for prompt in slot.server.prompts_of(request_id))
+
+    def end_watching(self) -> None:
+        for slot in self.router.slots:
+            slot.server.end_watching()
 
     async def run_engine(self) -> None:
         await self.router.run()
@@ -199,16 +205,9 @@ class RoutedEndpoint:
         if path in SHARED:
             await self._router.slots[0].server.app(scope, receive, send)
         elif path in OF_ENGINE:
-            await self._of_engine(Request(scope, receive)).server.app(scope, receive, send)
+            await engine_slot(self._router, Request(scope, receive)).server.app(scope, receive, send)
         else:
             await self._loaded(Request(scope, receive), send)
-
-    def _of_engine(self, request: Request) -> ModelSlot:
-        name = request.query_params.get("model")
-        slot = self._router.latest if name is None else self._router.find(name)
-        if slot.status is not ModelStatus.LOADED:
-            raise ModelUnavailable(f"The model {shown(slot.name)} is not loaded: a request that names it loads it.")
-        return slot
 
     async def _loaded(self, request: Request, send: Send) -> None:
         """Handle a request when its model is loaded."""
@@ -258,6 +257,15 @@ class RoutedEndpoint:
             if keep_s != _UNSET:
                 self._router.keep(slot, keep_s)
             self._router.release(slot)
+
+
+def engine_slot(router: ModelRouter, request: Request) -> ModelSlot:
+    """The model of a request to an engine as it is: the one that it names, or the one that was used last."""
+    name = request.query_params.get("model")
+    slot = router.latest if name is None else router.find(name)
+    if slot.status is not ModelStatus.LOADED:
+        raise ModelUnavailable(f"The model {shown(slot.name)} is not loaded: a request that names it loads it.")
+    return slot
 
 
 def _timeout_s(scope: Scope, body: RoutedBody, context: RequestContext) -> float | None:
@@ -338,6 +346,15 @@ async def get_load(server: RoutedServer, request: Request) -> Response:
     return loads(slot.server.engine.stats for slot in server.router.slots)
 
 
+async def engine_events(server: RoutedServer, request: Request) -> Response:
+    """Of the model that is named. Without a name the stream goes on with another engine when that is used."""
+
+    def find() -> EngineState:
+        return engine_slot(server.router, request).server.state.engine_state
+
+    return await stream_states(server.watchers, find, request)
+
+
 async def metrics(server: RoutedServer, request: Request) -> Response:
     return Response(server.metrics.page(server), media_type=CONTENT_TYPE)
 
@@ -389,6 +406,7 @@ HANDLERS: dict[str, Handler] = {
     "/ready": ready,
     "/load": load,
     "/get_load": get_load,
+    "/engine/events": engine_events,
     "/metrics": metrics,
     "/requests/{request_id}/explain": explain,
     "/abort_requests": abort,

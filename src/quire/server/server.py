@@ -171,10 +171,17 @@ class DrainedEngine(Protocol):
 class DrainingServer(uvicorn.Server):
     """uvicorn with draining on SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, engine: DrainedEngine, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: DrainedEngine,
+        drain_s: float,
+        end_watching: Callable[[], None] = lambda: None,  # ends streams that have no end of their own
+    ) -> None:
         super().__init__(config)
         self._engine = engine
         self._drain_s = drain_s
+        self._end_watching = end_watching
         self._loop = asyncio.get_running_loop()
         self._draining: Future[None] | None = None  # kept: a task without a reference may be collected
 
@@ -187,6 +194,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         _log.info("draining: %d requests are open", self._engine.num_requests)
+        self._end_watching()
         deadline_s = time.monotonic() + self._drain_s
         while self._engine.num_requests and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -199,6 +207,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end_watching()
         closing = self._loop.call_later(_CLOSE_S, self._abort_connections)
         try:
             await super().shutdown(sockets)
@@ -286,6 +295,10 @@ class Server:
         """The prompts that came with a request, if it is one of the latest."""
         return tuple(PromptName(self.name, number) for number in self.engine.numbers_of(request_id))
 
+    def end_watching(self) -> None:
+        """End the streams of the engine's state; no further one begins."""
+        self.state.engine_state.close()
+
     async def stop(self) -> None:
         """Stop the engine; `run_engine` must have been cancelled."""
         await self.supervisor.stop()
@@ -342,6 +355,8 @@ class ServedApplication(Protocol):
 
     def prompts_of(self, request_id: str) -> tuple[PromptName, ...]: ...
 
+    def end_watching(self) -> None: ...
+
     async def run_engine(self) -> None: ...
 
     async def stop(self) -> None: ...
@@ -363,7 +378,7 @@ def serve_until_signal(
         server = make_server()
         app = secure(server)
         uvicorn_config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
-        http_server = DrainingServer(uvicorn_config, server.engine, drain_s)
+        http_server = DrainingServer(uvicorn_config, server.engine, drain_s, server.end_watching)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
         try:

@@ -41,6 +41,14 @@ class BodyTooLarge(QuireError):
         super().__init__(f"The body is larger than {limit} bytes, the limit (--max-body).")
 
 
+class TooManyStreams(QuireError):
+    """Streams that take no place in the queue take too much; this client has its share."""
+
+    status = 429
+    code = "too_many_streams"
+    retry_after_s = 1.0
+
+
 class Stopping(QuireError):
     """The server is shutting down."""
 

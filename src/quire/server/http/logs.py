@@ -26,7 +26,8 @@ _MAX_STACK_CHARACTERS = 8192
 _MAX_QUEUED_LINES = 8192
 _REST_S = 0.02
 _LAST_LINES_S = 1.0  # for the last lines, if the reader of the log is blocked
-_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics", "/engine/state"})  # polled every few seconds
+# Polled every few seconds, or opened each time that a page is looked at.
+_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics", "/engine/state", "/engine/events"})
 _PAGE_ASSETS = "/pages/"  # the scripts and styles of a page, whose own request is logged
 
 _LOST = "quire.log"  # the logger that reports dropped lines

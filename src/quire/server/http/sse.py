@@ -122,6 +122,11 @@ def named_event(name: str, body: Mapping[str, object]) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(body)
 
 
+def numbered_event(number: int, data: bytes) -> bytes:
+    """An event that a client can go on after: it sends the number back as `Last-Event-ID`."""
+    return b"id: %d\ndata: %b\n\n" % (number, data)
+
+
 def error_event(error: Exception) -> bytes:
     return event(error_body(client_error(error)))
 

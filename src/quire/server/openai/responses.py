@@ -20,7 +20,7 @@ from quire.server.chat.logprobs import TokenText
 from quire.server.chat.prompt import ChatPrompt, chat_prompt, drop_oldest_turns
 from quire.server.chat.session import ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.errors import rename_error_params
+from quire.server.http.errors import TooManyStreams, rename_error_params
 from quire.server.http.request_context import context_of
 from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
 from quire.server.openai.background import BackgroundResponse, ResponseCancelled, response_events
@@ -49,14 +49,6 @@ class ResponseNotFound(QuireError):
 
     status = 404
     code = "response_not_found"
-
-
-class TooManyStreams(QuireError):
-    """The streams of stored responses take too much; this client has its share."""
-
-    status = 429
-    code = "too_many_streams"
-    retry_after_s = 1.0
 
 
 class PreviousResponseNotFound(QuireError):

@@ -1,17 +1,20 @@
-// The live view: asks the server for what is new while the page is visible, and draws it. A replay is shown the same way.
+// The live view: reads the server's stream of what changes while the page is visible, and draws it. A replay is shown the same way.
 
-import { apiKey, byId, element, request } from "./dom.js";
-import { Timeline, buckets, duration, grid, hue, icicle, quantile, runs } from "./engine_state.js";
-import { bindReplay, replayPauseMs, showReplay } from "./replay.js";
+import { apiKey, byId, element, request, ServerError } from "./dom.js";
+import { Timeline, buckets, duration, grid, hue, icicle, quantile, retryMs, runs, stateAfter } from "./engine_state.js";
+import { bindReplay, showReplay } from "./replay.js";
+import { readEvents } from "./stream.js";
 
-const STATE_MS = 500; // between two questions
-const METRICS_MS = 2000;
+const SILENT_MS = 45000; // a stream that says nothing for so long is lost: the server sends a comment every 15 s
+const METRICS_MS = 2000; // between two questions
 const LATENCIES = { TTFT: "time_to_first_token_seconds", ITL: "inter_token_latency_seconds" };
 
 const timeline = new Timeline();
 let paused = false;
 let latest = null;
-let failed = false;
+let stream = null; // the AbortController of the one that is open
+let numFailures = 0; // in a row
+let retry = null; // the timer of the next attempt
 let earlierPage = null;
 const latencies = {};
 
@@ -254,38 +257,66 @@ function notice(text, needsKey = false) {
   byId("key-form").hidden = !needsKey;
 }
 
-const stateSince = async (step) => (await request(`engine/state?since=${step}${ofModel("&")}`)).json();
+function take(data) {
+  const event = JSON.parse(data);
+  if (event.error) throw new ServerError(event.error.message, { code: event.error.code });
+  latest = stateAfter(latest, event, timeline);
+  numFailures = 0;
+  showReplay(latest.replay);
+  notice(latest.replay?.notice ?? "");
+  draw();
+  if (!latest.replay) begin();
+}
 
-async function askState() {
+/** Read the stream until it breaks or is closed: one at a time, and none while nobody looks. */
+async function follow() {
+  clearTimeout(retry);
+  if (stream !== null || paused || document.hidden) return;
+  const own = (stream = new AbortController());
+  const lost = new ServerError("The connection to the server was lost. The page tries again until it is back.");
+  let silence = null;
+  const heard = () => {
+    clearTimeout(silence);
+    silence = setTimeout(() => own.abort(), SILENT_MS);
+  };
   try {
-    const since = timeline.last;
-    latest = await stateSince(since);
-    if (latest.step < since) { // the engine was restarted, or the replay went back
-      timeline.steps = [];
-      latest = await stateSince(-1);
-    }
-    timeline.add(latest.steps);
-    failed = false;
-    showReplay(latest.replay);
-    notice(latest.replay?.notice ?? "");
-    if (!paused) draw(); // paused while it was asked
+    heard();
+    const response = await request(`engine/events?since=${timeline.last}${ofModel("&")}`, { signal: own.signal });
+    await readEvents(response, lost, (data) => { if (stream === own) take(data); }, heard);
+    throw lost;
   } catch (error) {
-    failed = true;
-    notice(error.message, error.status === 401);
+    if (stream !== own) return; // the page closed it
+    fail(error.name === "AbortError" || error.code === "unreachable" ? lost : error);
+  } finally {
+    clearTimeout(silence);
+    own.abort();
   }
 }
 
-let asked = Promise.resolve();
-/** One question after another: steps are added in order. */
-const readState = () => (asked = asked.then(askState));
+/** Say what is wrong, and open the stream again later; where a key is missing, when it is there. */
+function fail(error) {
+  stream = null;
+  numFailures += 1;
+  notice(error.message, error.status === 401);
+  if (error.status === 401) return; // the form opens it
+  if (error.status) begin();
+  retry = setTimeout(follow, retryMs(numFailures, error.retryAfter ?? 0, Math.random()));
+}
 
-async function keepReading() {
-  if (!paused && !document.hidden) await readState();
-  setTimeout(keepReading, failed ? 2000 : latest?.replay ? replayPauseMs(latest.replay) : STATE_MS);
+function close() {
+  clearTimeout(retry);
+  const own = stream;
+  stream = null; // first: `follow` sees that this is no failure
+  own?.abort();
+}
+
+function reopen() {
+  close();
+  follow();
 }
 
 async function readMetrics() {
-  if (!paused && !document.hidden && !failed) {
+  if (stream !== null && !numFailures) {
     try {
       const page = await (await request("metrics")).text();
       for (const [name, metric] of Object.entries(LATENCIES)) {
@@ -295,7 +326,7 @@ async function readMetrics() {
       }
       earlierPage = page;
     } catch {
-      // the other question tells what is wrong
+      // the stream tells what is wrong
     }
   }
   setTimeout(readMetrics, METRICS_MS);
@@ -305,16 +336,22 @@ byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").textContent = paused ? "Continue" : "Pause";
   byId("pause").setAttribute("aria-pressed", String(paused));
+  reopen();
 });
+document.addEventListener("visibilitychange", reopen);
 byId("tree").addEventListener("pointermove", choosePointed);
 byId("tree").addEventListener("keydown", chooseByKey);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   apiKey.set(byId("key").value.trim(), false);
   notice("");
+  reopen();
 });
 addEventListener("resize", draw);
-byId("models").addEventListener("change", () => { timeline.steps = []; });
+byId("models").addEventListener("change", () => {
+  timeline.steps = [];
+  reopen();
+});
 function listModels({ data }) {
   byId("models").hidden = data.length < 2 || !data[0].status;
   byId("model").textContent = byId("models").hidden ? data[0].id : "";
@@ -322,10 +359,14 @@ function listModels({ data }) {
   byId("models").append(new Option("the one used last", ""), ...data.filter(({ id, root }) => id === root).map(({ id }) => new Option(id, id)));
 }
 
-bindReplay(readState, notice);
-readState().then(() => {
-  keepReading();
-  if (latest?.replay) return;
+let begun = false;
+/** What a live engine has beside the stream, also where a model is to be chosen first. */
+function begin() {
+  if (begun) return;
+  begun = true;
   request("v1/models").then((response) => response.json()).then(listModels, () => {});
   readMetrics();
-});
+}
+
+bindReplay(notice);
+follow();

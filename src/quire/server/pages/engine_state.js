@@ -1,4 +1,5 @@
-// The state behind the live view: recent steps, figures of them, percentiles from the metrics page. Draws nothing.
+// The state behind the live view: recent steps, figures of them, percentiles from the metrics page; when a stream that broke is
+// opened again. Draws nothing.
 
 export const MAX_STEPS = 400; // kept and drawn
 
@@ -35,6 +36,24 @@ export class Timeline {
     const span = Math.max(nowS - recent[0].end_s + recent[0].seconds, 1e-3);
     return { decodePerS: decoded / span, prefillPerS: prefilled / span, stepMs: times[Math.floor(times.length / 2)] };
   }
+}
+
+/** The state after an event of the stream: the first one has all fields, later ones those that have changed. Its steps go to the timeline,
+ * in the place of those that are there if it goes on after an earlier one: another engine, or a replay that went back. */
+export function stateAfter(before, { since, steps, ...changed }, timeline) {
+  if (since < timeline.last) timeline.steps = [];
+  timeline.add(steps);
+  return { ...before, ...changed };
+}
+
+const FIRST_RETRY_MS = 500;
+const LONGEST_RETRY_MS = 15000;
+
+/** The time until a stream is opened again that broke so often in a row: doubled each time, and not less than the server said. Up to a
+ * third is added by chance, so that many pages do not come back together. */
+export function retryMs(numFailures, retryAfterS, chance) {
+  const usual = Math.min(FIRST_RETRY_MS * 2 ** (numFailures - 1), LONGEST_RETRY_MS);
+  return Math.max(usual, retryAfterS * 1000) * (1 + chance / 3);
 }
 
 /** The buckets of a histogram on a Prometheus page: [[upper bound, count], …], cumulative. */

@@ -27,15 +27,13 @@ export function showReplay(replay) {
   byId("position").setAttribute("aria-valuetext", text);
 }
 
-/** The time until the next question: short while something moves. */
-export const replayPauseMs = (replay) => (replay.playing || replay.position !== replay.target ? 100 : 1000);
-
-/** Let the controls work: `changed` asks for the state, `failed` shows a sentence. */
-export function bindReplay(changed, failed) {
+/** Let the controls work: the server sends the state after each; `failed` shows a sentence. */
+export function bindReplay(failed) {
+  /** Where a step on or back begins: a position that was chosen may not be reached yet. */
+  const from = () => (shown.playing ? shown.position : shown.target);
   const send = async (change) => {
     try {
-      await request("replay", { body: change });
-      await changed();
+      showReplay(await (await request("replay", { body: change })).json());
     } catch (error) {
       failed(error.message);
     }
@@ -53,8 +51,8 @@ export function bindReplay(changed, failed) {
     sending = false;
   };
   byId("play").addEventListener("click", () => send({ playing: !shown.playing }));
-  byId("back").addEventListener("click", () => seek(Math.max(shown.position - 1, 0)));
-  byId("forward").addEventListener("click", () => seek(shown.position + 1));
+  byId("back").addEventListener("click", () => seek(Math.max(from() - 1, 0)));
+  byId("forward").addEventListener("click", () => seek(from() + 1));
   byId("position").addEventListener("input", () => seek(Number(byId("position").value)));
   byId("speed-choice").addEventListener("change", () => send({ speed: Number(byId("speed-choice").value) }));
 }

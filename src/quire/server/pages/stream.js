@@ -1,4 +1,4 @@
-// A streamed chat completion: server-sent events into text, reasoning, tool calls, counts and times.
+// Streams of server-sent events: how they are read, and those of a chat completion as text, reasoning, tool calls, counts and times.
 
 /** Splits a stream of server-sent events, however it was cut, into the data of each event. */
 export class EventParser {
@@ -92,20 +92,26 @@ export function statsLine(stats) {
   return parts.join(" · ");
 }
 
-/** Read a streamed response into an answer; `changed` is called after every piece of the body. */
-export async function readAnswer(response, answer, changed) {
+/** Read a streamed response to its end: `take` gets the data of each event, `heard` is called after every piece of the body. Throws
+ * `broken` if the connection breaks. */
+export async function readEvents(response, broken, take, heard) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const parser = new EventParser();
-  let finished = false;
-  const broken = new Error("The connection ended before the answer did.");
   for (;;) {
     const { value, done } = await reader.read().catch((error) => { throw error.name === "AbortError" ? error : broken; });
-    if (done) break;
-    for (const data of parser.push(value)) {
-      if (data === "[DONE]") finished = true;
-      else answer.add(JSON.parse(data));
-    }
-    changed();
+    if (done) return;
+    parser.push(value).forEach(take);
+    heard();
   }
+}
+
+/** Read a streamed response into an answer; `changed` is called after every piece of the body. */
+export async function readAnswer(response, answer, changed) {
+  let finished = false;
+  const broken = new Error("The connection ended before the answer did.");
+  await readEvents(response, broken, (data) => {
+    if (data === "[DONE]") finished = true;
+    else answer.add(JSON.parse(data));
+  }, changed);
   if (!finished) throw broken;
 }
