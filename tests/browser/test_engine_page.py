@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Chromium
+from quire.server.server import Server
+from tests.browser.chromium import Chromium, Tab
 from tests.server.local_server import LocalServer, local_server
+from tests.server.server_process import wait_until
 
 LINES = [{"say": "on and on and on " * 900, "when": "endless"}, {"say": "A short answer."}]
 
@@ -52,6 +54,69 @@ def test_blocks_rows_and_steps_are_drawn_while_a_request_runs(browser: Chromium,
         page.run("new Promise((done) => setTimeout(() => done(document.getElementById('time-text').innerText), 600))")
         == before
     )
+    assert page.complaints() == []
+
+
+NOTICE = "document.getElementById('notice').innerText"
+
+
+def num_streams(server: LocalServer) -> int:
+    assert isinstance(server.server, Server)
+    return server.server.state.watchers.total
+
+
+def show(page: Tab, hidden: bool) -> None:
+    """As if another tab were chosen, or this one again."""
+    value = "true" if hidden else "false"
+    page.run(f"Object.defineProperty(document, 'hidden', {{configurable: true, get: () => {value}}}), 0")
+    page.run("document.dispatchEvent(new Event('visibilitychange')), 0")
+
+
+@pytest.fixture
+def own_server(default_model_path: Path, tmp_path: Path) -> Iterator[LocalServer]:
+    with local_server(tmp_path, LINES) as server:
+        yield server
+
+
+def test_it_reads_one_stream_and_none_while_nobody_looks(browser: Chromium, own_server: LocalServer) -> None:
+    page = browser.tab(own_server.url + "/engine")
+    page.until("document.getElementById('map-text').innerText.includes('blocks held')")
+    assert num_streams(own_server) == 1
+    show(page, hidden=True)
+    wait_until(lambda: num_streams(own_server) == 0)
+    show(page, hidden=False)
+    wait_until(lambda: num_streams(own_server) == 1)
+    page.run("document.getElementById('pause').click()")
+    wait_until(lambda: num_streams(own_server) == 0)
+    show(page, hidden=False)
+    with own_server.client() as client:
+        client.post("/v1/completions", json={"prompt": "one", "max_tokens": 4}).raise_for_status()
+    assert num_streams(own_server) == 0, "it is paused"
+    page.run("document.getElementById('pause').click()")
+    wait_until(lambda: num_streams(own_server) == 1)
+    asked = "performance.getEntriesByType('resource').filter((each) => each.name.includes('engine/')).map((each) => each.name)"
+    assert all("/engine/events?since=" in each for each in page.run(asked)), "it asks nothing beside it"
+    assert page.run("document.getElementById('notice').hidden") and page.complaints() == []
+
+
+def test_a_lost_connection_is_told_and_comes_back(browser: Chromium, own_server: LocalServer) -> None:
+    page = browser.tab(own_server.url + "/engine")
+    with own_server.client() as client:
+        page.until("document.getElementById('map-text').innerText.includes('blocks held')")
+        client.post("/v1/completions", json={"prompt": "one", "max_tokens": 8}).raise_for_status()
+        page.until("document.getElementById('time-text').innerText.startsWith('Steps ')")
+        first = page.run("document.getElementById('time-text').innerText.split(' ')[1]")
+        page.run("seen = [], new MutationObserver(() => seen.push(notice.innerText)).observe(notice, {childList: true}), 0")
+        loop = own_server._http._loop
+        for connection in list(own_server._http.server_state.connections):
+            loop.call_soon_threadsafe(connection.transport.abort)
+        page.until("seen.some((text) => text.startsWith('The connection to the server was lost.'))")
+        wait_until(lambda: num_streams(own_server) == 1)
+        page.until("document.getElementById('notice').hidden")
+        client.post("/v1/completions", json={"prompt": "two", "max_tokens": 8}).raise_for_status()
+        page.until(f"document.getElementById('time-text').innerText.startsWith('Steps {first} to')")
+    own_server.stop()
+    page.until(f"{NOTICE} === 'The connection to the server was lost. The page tries again until it is back.'")
     assert page.complaints() == []
 
 

@@ -1,7 +1,7 @@
 """The page /engine left open while 256 rows run: what the server and the page hold, minute by minute.
 
 `python -m tests.chaos.view_soak MINUTES` keeps 256 scripted requests of many lengths running, with the page open in
-Chromium where there is one; without, its question is sent as often as the page would. Each line of the table is one
+Chromium where there is one; without, its stream is read. Each line of the table is one
 minute: anonymous memory of the front process and of the engine, and of the page the JavaScript heap after a garbage
 collection, the nodes of its document and the steps it has seen. The exit status is 1 if the second half grew.
 """
@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from tests.browser.chromium import PROGRAM, Tab, chromium
 from tests.chaos.soak import anonymous_kib
-from tests.server.many_clients import fetch, request
+from tests.server.many_clients import RawClient, fetch, request
 from tests.server.scripted_servers import completion_body, scripted
 from tests.server.server_process import Running
 
 NUM_ROWS = 256
 STEP_MS = 100
+WATCH = b"GET /engine/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MAX_GROWTH = 0.05  # of the second half, per process
 COLUMNS = "minute  requests  front KiB  engine KiB  heap KiB  nodes    step"
 
@@ -48,7 +49,7 @@ async def one_row(port: int, chance: random.Random, ended: list[int]) -> None:
 
 
 class WatchedPage:
-    """The page in a browser; without one, its question."""
+    """The page in a browser; without one, its stream."""
 
     def __init__(self, tab: Tab | None, port: int) -> None:
         self._tab = tab
@@ -58,11 +59,14 @@ class WatchedPage:
         """Heap in KiB and nodes."""
         return (0, 0) if self._tab is None else await asyncio.to_thread(self._tab.held)
 
-    async def ask(self) -> None:
-        while self._tab is None:
-            get = b"GET /engine/state?since=0 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-            await fetch(self._port, get)
-            await asyncio.sleep(0.5)
+    async def read(self) -> None:
+        if self._tab is None:
+            stream = await RawClient.connect(self._port, WATCH)
+            while True:
+                before = len(stream.received)
+                await stream.receive_some()
+                assert len(stream.received) > before, "the stream ended"
+                stream.received.clear()
 
     def step(self) -> str:
         shown = "document.getElementById('time-text').innerText.split(' ')[3]"
@@ -72,7 +76,7 @@ class WatchedPage:
 async def watch(server: Running, page: WatchedPage, minutes: int) -> list[ViewHeld]:
     ended: list[int] = []
     tasks = [asyncio.create_task(one_row(server.port, random.Random(row), ended)) for row in range(NUM_ROWS)]
-    tasks.append(asyncio.create_task(page.ask()))
+    tasks.append(asyncio.create_task(page.read()))
     held: list[ViewHeld] = []
     print(COLUMNS, flush=True)
     began_s = time.monotonic()

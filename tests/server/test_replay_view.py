@@ -1,17 +1,23 @@
 """A journal in the page /engine: any step of it, played, stepped and searched."""
 
-import asyncio
 import io
-from collections.abc import Awaitable, Callable
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from quire.cli.serve import listen
+
 from quire.sched.journal.recorder import MAX_JOURNALS
 from quire.sched.journal.records import MAGIC, ArrivalRecord
 from quire.sched.journal.replay import Condition, Replayer, read_journal
-from quire.server.replay_view import ReplayControl, ReplayPlayer, replay_app
+from quire.server.replay_view import HOST, ReplayControl, ReplayPlayer, replay_server
 from quire.sim.check.check import CheckReport, numpy_oracle, run_trial
 from tests.server.scripted_servers import check_control, completion_body, scripted_here
 
@@ -130,33 +136,83 @@ def test_a_changed_journal_ends_where_a_decision_differs(journal: Path, recorded
     assert "is not as recorded" in watched.player.notice(), "it is known from then on"
 
 
-def ask(journal: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Use the application over a new player, whose clock stands still."""
+@contextmanager
+def replaying(journal: Path) -> Iterator[httpx.Client]:
+    """A client of the real server over a new player, whose clock stands still."""
+    player = ReplayPlayer(read_journal(journal), lambda: 0.0)
+    with listen(HOST, 0) as listening:
+        server = replay_server(player)
+        serving = threading.Thread(target=server.run, args=([listening],))
+        serving.start()
+        try:
+            with httpx.Client(base_url=f"http://{HOST}:{listening.getsockname()[1]}", timeout=20) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            serving.join(20)
+            assert not serving.is_alive()
 
-    async def run() -> None:
-        app = replay_app(ReplayPlayer(read_journal(journal), lambda: 0.0))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            await work(client)
 
-    asyncio.run(run())
+@contextmanager
+def events_of(client: httpx.Client, since: int = -1) -> Iterator[Iterator[dict[str, Any]]]:
+    """The events of a stream."""
+    with client.stream("GET", "/engine/events", params={"since": since}) as response:
+        assert response.status_code == 200, response.read()
+        yield (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+
+
+def steps_of(event: dict[str, Any]) -> list[int]:
+    return [step["step"] for step in event["steps"]]
 
 
 def test_the_page_and_its_controls_over_http(journal: Path) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
-        page = await client.get("/engine")
+    with replaying(journal) as client:
+        page = client.get("/engine")
         assert "script-src 'self'" in page.headers["content-security-policy"] and 'id="replay"' in page.text
-        assert (await client.get("/")).headers["location"] == "/engine"
-        assert (await client.get("/pages/replay.js")).status_code == 200
-        moved = await client.post("/replay", json={"position": 40})
+        assert client.get("/").headers["location"] == "/engine"
+        assert client.get("/pages/replay.js").status_code == 200
+        moved = client.post("/replay", json={"position": 40})
         assert moved.json()["target"] == 40
-        state = (await client.get("/engine/state?since=30")).json()
+        with events_of(client, since=30) as events:
+            state = next(events)
         assert state["replay"]["position"] == 40 and state["replay"]["name"] == "session.journal"
-        assert [step["step"] for step in state["steps"]] == list(range(31, state["step"] + 1))
+        assert steps_of(state) == list(range(31, state["step"] + 1))
+        assert {entry["tenant"] for entry in state["queue"]} == {"x", "y"}, "a journal hides no names"
         request = state["rows"][0]["request"]
-        story = (await client.get(f"/engine/requests/{request}/explain")).json()
+        story = client.get(f"/engine/requests/{request}/explain").json()
         assert "arrived with" in story["lines"][0]
 
-    ask(journal, work)
+
+def test_a_control_is_answered_by_the_stream_at_once(journal: Path) -> None:
+    """Of every viewer. A replay that stands still sends an event every ten seconds."""
+    began_s = time.monotonic()
+    with replaying(journal) as client, events_of(client) as one, events_of(client) as other:
+        for events in (one, other):
+            first = next(events)
+            assert first["since"] == -1 and steps_of(first) == [] and first["replay"]["position"] == 0
+        for position, since in ((40, -1), (50, 39), (20, -1), (74, 19)):
+            client.post("/replay", json={"position": position}).raise_for_status()
+            for events in (one, other):
+                event = next(each for each in events if each.get("replay", {}).get("position") == position)
+                assert event["since"] == since and steps_of(event) == list(range(since + 1, position)), position
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_stop_ends_the_streams_of_a_replay(journal: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn would wait for them, and complain of tasks that it cancels."""
+    player = ReplayPlayer(read_journal(journal), lambda: 0.0)
+    with listen(HOST, 0) as listening, httpx.Client(timeout=20) as client:
+        server = replay_server(player)
+        serving = threading.Thread(target=server.run, args=([listening],))
+        serving.start()
+        with client.stream("GET", f"http://{HOST}:{listening.getsockname()[1]}/engine/events") as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.should_exit = True
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        serving.join(20)
+    assert json.loads(last[6:])["error"]["code"] == "draining" and not serving.is_alive()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 WRONG = {
@@ -168,15 +224,15 @@ WRONG = {
 
 
 def test_a_wrong_control_is_a_sentence(journal: Path) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
+    with replaying(journal) as client:
         for word, body in WRONG.items():
-            refused = await client.post("/replay", json=body)
+            refused = client.post("/replay", json=body)
             assert refused.status_code == 400 and word in refused.json()["error"]["message"], refused.text
-        unknown = await client.get("/engine/requests/99999/explain")
+        unknown = client.get("/engine/requests/99999/explain")
         assert unknown.status_code == 404 and "is not open at this step" in unknown.json()["error"]["message"]
-        assert (await client.get("/engine/state?since=x")).status_code == 400
-
-    ask(journal, work)
+        assert client.get("/engine/events?since=x").status_code == 400
+        assert client.get("/engine/events", headers={"host": "elsewhere.example"}).status_code == 403
+        assert client.get("/engine/state").status_code == 404, "nothing reads it here"
 
 
 def test_a_server_records_what_the_page_replays(tmp_path: Path) -> None:

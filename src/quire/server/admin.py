@@ -151,24 +151,32 @@ async def explain(state: ServerState, request: Request) -> Response:
 async def engine_state(state: ServerState, request: Request) -> Response:
     """What the page /engine shows: the state now, and the steps after `since`. The admin sees the names of all clients
     in the queue, others their own."""
-    since = read_since(request)
-    identity = context_of(request.scope).identity
-    own = None if identity.admin else client_of(identity, request.scope).name
-    body = await state.engine_state.describe(since, own)
+    body = await state.engine_state.describe(read_since(request), own_name(request))
     return Response(body, media_type="application/json")
 
 
 async def engine_events(state: ServerState, request: Request) -> Response:
     """The same as a stream of differences, which the page /engine reads."""
-    return await stream_states(state.watchers, lambda: state.engine_state, request, state.keep_alive_s)
+    own = own_name(request)
+    return await stream_states(state.watchers, lambda: state.engine_state, request, own, state.keep_alive_s)
+
+
+def own_name(request: Request) -> str | None:
+    """The one client whose name a request may see. None: all, for the admin."""
+    identity = context_of(request.scope).identity
+    return None if identity.admin else client_of(identity, request.scope).name
 
 
 async def stream_states(
-    watchers: FairShares, find: Callable[[], EngineState], request: Request, keep_alive_s: float = KEEP_ALIVE_S
+    watchers: FairShares,
+    find: Callable[[], EngineState],
+    request: Request,
+    own: str | None,
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> Response:
     """A stream of the state that `find` gives: it takes no place in the queue, so streams are counted on their own."""
-    since, identity = read_since(request), context_of(request.scope).identity
-    client = client_of(identity, request.scope)
+    since = read_since(request)
+    client = client_of(context_of(request.scope).identity, request.scope)
     if request.method == "HEAD":
         return Response(headers=EVENTS.headers)
     if not watchers.has_room(client, MAX_WATCHERS):
@@ -180,7 +188,7 @@ async def stream_states(
         raise error
 
     async def events() -> Events:
-        async with aclosing(follow(find, since, None if identity.admin else client.name)) as found:
+        async with aclosing(follow(find, since, own)) as found:
             async for each in found:
                 yield numbered_event(each.step, each.body)
 

@@ -157,7 +157,7 @@ class _Replay:
 
 
 async def _engine_events(replay: _Replay, request: Request) -> Response:
-    return await stream_states(replay.watchers, lambda: replay.state, request)
+    return await stream_states(replay.watchers, lambda: replay.state, request, own=None)
 
 
 async def _control(replay: _Replay, request: Request) -> Response:
@@ -174,7 +174,7 @@ async def _to_engine(replay: _Replay, request: Request) -> Response:
     return RedirectResponse("/engine")
 
 
-def _replay_app(replay: _Replay) -> RequestLogger:
+def _app_of(replay: _Replay) -> RequestLogger:
     """The page /engine and its files, its state, and the controls of the player. With the access checks of a server
     without keys: no page of another origin may use it."""
     files = {path: name for path, name in static_routes().items() if path == "/engine" or path.startswith("/pages/")}
@@ -190,11 +190,6 @@ def _replay_app(replay: _Replay) -> RequestLogger:
     app.router.redirect_slashes = False  # a redirect would follow the Host header that the client sent
     options = AccessOptions(max_body_bytes=_MAX_BODY_BYTES, own_host=HOST)
     return secure(app, keys=KeyRing([]), options=options)
-
-
-def replay_app(player: ReplayPlayer) -> RequestLogger:
-    """The page of a player, without a socket."""
-    return _replay_app(_Replay(player))
 
 
 def _unobserved(record: RequestRecord) -> None:
@@ -215,7 +210,7 @@ class ReplayServer(uvicorn.Server):
 
 def replay_server(player: ReplayPlayer) -> ReplayServer:
     replay = _Replay(player)
-    app = _replay_app(replay)
+    app = _app_of(replay)
     protocol = guarded(
         connection_limits(_MAX_BODY_BYTES), _unobserved, app, replies_early=True, slow_reader=lambda client: None
     )

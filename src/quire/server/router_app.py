@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import Draining, InvalidParameter, shown
-from quire.server.admin import AbortBody, UnknownRequest, loads, stream_states
+from quire.server.admin import AbortBody, UnknownRequest, loads, own_name, stream_states
 from quire.server.admission import ServerPaused, ShareExhausted, client_of, timeout_header
 from quire.server.app import ENDPOINTS, Application, Endpoint
 from quire.server.engine_state import EngineState
@@ -352,7 +352,7 @@ async def engine_events(server: RoutedServer, request: Request) -> Response:
     def find() -> EngineState:
         return engine_slot(server.router, request).server.state.engine_state
 
-    return await stream_states(server.watchers, find, request)
+    return await stream_states(server.watchers, find, request, own_name(request))
 
 
 async def metrics(server: RoutedServer, request: Request) -> Response:

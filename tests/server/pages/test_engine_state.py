@@ -26,6 +26,29 @@ def test_the_timeline_keeps_the_newest_steps(page: Page) -> None:
     assert page.run("timeline.steps.map((each) => each.step)") == [3], "another engine has started"
 
 
+def test_a_state_is_the_one_before_with_what_changed(page: Page) -> None:
+    page.do("""
+    globalThis.first = stateAfter(null, { since: -1, rows: [1], step: 3, steps: [step(2, 1), step(3, 2)] }, timeline);
+    globalThis.second = stateAfter(first, { since: 3, step: 4, steps: [step(4, 3)] }, timeline);
+    """)
+    assert page.run("first") == {"rows": [1], "step": 3} and page.run("second") == {"rows": [1], "step": 4}
+    assert page.run("timeline.steps.map((each) => each.step)") == [2, 3, 4]
+    page.do("stateAfter(second, { since: 4, steps: [] }, timeline);")
+    assert page.run("timeline.last") == 4, "nothing happened"
+    page.do("stateAfter(second, { since: -1, steps: [] }, timeline);")
+    assert page.run("timeline.last") == -1, "another engine, without a step"
+    page.do("stateAfter(second, { since: -1, steps: [step(7, 1)] }, timeline);")
+    assert page.run("timeline.steps.map((each) => each.step)") == [7]
+
+
+def test_a_stream_that_breaks_again_and_again_is_opened_less_often(page: Page) -> None:
+    assert page.run("[1, 2, 3, 4, 5, 6, 7, 2000].map((broken) => retryMs(broken, 0, 0))") == [
+        500, 1000, 2000, 4000, 8000, 15000, 15000, 15000,
+    ]  # fmt: skip
+    assert page.run("[retryMs(1, 5, 0), retryMs(6, 5, 0)]") == [5000, 15000], "not before the server said"
+    assert page.run("[retryMs(1, 0, 0.99), retryMs(9, 60, 0.99)]") == pytest.approx([665, 79800])
+
+
 def test_speeds_are_of_the_last_seconds(page: Page) -> None:
     assert page.run("timeline.speed(10)") == {"decodePerS": 0, "prefillPerS": 0, "stepMs": None}
     page.do(

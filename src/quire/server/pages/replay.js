@@ -29,8 +29,8 @@ export function showReplay(replay) {
 
 /** Let the controls work: the server sends the state after each; `failed` shows a sentence. */
 export function bindReplay(failed) {
-  /** Where a step on or back begins: a position that was chosen may not be reached yet. */
-  const from = () => (shown.playing ? shown.position : shown.target);
+  /** Where a step on or back begins: a position that was chosen may not be sent or reached yet. */
+  const from = () => wanted ?? (shown.playing ? shown.position : shown.target);
   const send = async (change) => {
     try {
       showReplay(await (await request("replay", { body: change })).json());
