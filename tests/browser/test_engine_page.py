@@ -106,7 +106,9 @@ def test_a_lost_connection_is_told_and_comes_back(browser: Chromium, own_server:
         client.post("/v1/completions", json={"prompt": "one", "max_tokens": 8}).raise_for_status()
         page.until("document.getElementById('time-text').innerText.startsWith('Steps ')")
         first = page.run("document.getElementById('time-text').innerText.split(' ')[1]")
-        page.run("seen = [], new MutationObserver(() => seen.push(notice.innerText)).observe(notice, {childList: true}), 0")
+        page.run(
+            "seen = [], new MutationObserver(() => seen.push(notice.innerText)).observe(notice, {childList: true}), 0"
+        )
         loop = own_server._http._loop
         for connection in list(own_server._http.server_state.connections):
             loop.call_soon_threadsafe(connection.transport.abort)

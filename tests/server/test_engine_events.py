@@ -17,7 +17,7 @@ from quire.server.http.protocol import GuardedProtocol
 from quire.server.http.slow_readers import ReaderLimits
 from quire.server.server import Server
 from tests.server.http_app import received_until_closed
-from tests.server.local_server import LocalServer, local_engines
+from tests.server.local_server import LocalServer
 from tests.server.scripted_servers import check_control, completion_body, scripted_here
 from tests.server.server_process import wait_until
 from tests.server.several_models import answer, ask, several_here, statuses
@@ -156,11 +156,15 @@ def test_it_is_for_those_who_may_read_metrics(default_model_path: Path, tmp_path
 def test_other_names_are_not_told_to_a_key(default_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("sk-ada name=ada\nsk-bob name=bob\n")
     arguments = ("--api-key-file", str(tmp_path / "keys"), "--max-num-seqs", "1")
-    with scripted_here(tmp_path, *arguments) as server:
-        with server.client(headers={"authorization": "Bearer sk-ada"}) as ada, running(ada), running_too(server, "bob"):
-            with watching(ada) as events:
-                events.until(lambda state: state["queue"])
-                assert events.state["queue"][0]["tenant"] == "others"
+    with (
+        scripted_here(tmp_path, *arguments) as server,
+        server.client(headers={"authorization": "Bearer sk-ada"}) as ada,
+        running(ada),
+        running_too(server, "bob"),
+        watching(ada) as events,
+    ):
+        events.until(lambda state: state["queue"])
+        assert events.state["queue"][0]["tenant"] == "others"
 
 
 @contextmanager
@@ -310,9 +314,13 @@ def test_without_a_name_the_stream_follows_the_model_that_was_used_last(
 
 
 def test_behind_replicas_the_stream_is_of_one_that_runs(default_model_path: Path, tmp_path: Path) -> None:
-    with local_engines(), scripted_here(tmp_path, "--replicas", "2") as server, server.client() as client:
-        with running(client), watching(client) as events:
-            assert events.next()["num_blocks"] and events.next()
+    with (
+        scripted_here(tmp_path, "--replicas", "2") as server,
+        server.client() as client,
+        running(client),
+        watching(client) as events,
+    ):
+        assert events.next()["num_blocks"] and events.next()
 
 
 def test_a_stream_that_says_nothing_is_kept_alive(server: LocalServer) -> None:

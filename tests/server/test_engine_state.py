@@ -117,6 +117,20 @@ def test_streams_share_each_reply_and_nothing_asks_when_all_are_closed() -> None
     asyncio.run(watch())
 
 
+def test_a_stream_between_two_questions_sends_the_last_reply() -> None:
+    async def watch() -> None:
+        streams = Streams(2)
+        both = streams.streams
+        await streams.next()
+        for _ in range(5):
+            streams.view.now_s += 30
+            for streams.streams in ([both[0]], [both[1]]):  # a second after the other
+                await streams.next()
+        assert streams.view.num_asked == 6
+
+    asyncio.run(watch())
+
+
 def test_a_slow_reader_gets_one_event_of_all_that_it_missed() -> None:
     async def watch() -> None:
         streams = Streams(2)

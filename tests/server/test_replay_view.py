@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from quire.cli.serve import listen
-
 from quire.sched.journal.recorder import MAX_JOURNALS
 from quire.sched.journal.records import MAGIC, ArrivalRecord
 from quire.sched.journal.replay import Condition, Replayer, read_journal

@@ -188,6 +188,7 @@ def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Clien
         "/", "/generate", "/generate_stream", "/info", "/api/chat", "/completion", "/infill", "/props", "/slots",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version", "/engine/state",
+        "/engine/events",
         "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/get_load",
         "/requests/{request_id}/explain", "/engine/requests/{number}/explain",
         "/abort_requests", "/reset_prefix_cache", "/rolling_restart", "/pause", "/resume",
