@@ -83,10 +83,13 @@ def test_the_view_is_served_on_this_machine_until_ctrl_c(quire: Shell, tmp_path:
         assert view.stderr is not None
         words = view.stderr.readline().split()
         url = next(word for word in words if word.startswith("http://127.0.0.1:"))
-        assert httpx.get(url + "/state").json()["replay"]["num_steps"] == 74
-        strangers = httpx.get(url + "/state", headers={"host": "stranger.example"})
+        strangers = httpx.get(url + "/events", headers={"host": "stranger.example"})
         assert strangers.status_code == 403 and "DNS rebinding" in strangers.text
-        view.send_signal(signal.SIGINT)
+        with httpx.stream("GET", url + "/events", timeout=30) as response:
+            events = (line for line in response.iter_lines() if line.startswith("data: "))
+            assert json.loads(next(events)[6:])["replay"]["num_steps"] == 74
+            view.send_signal(signal.SIGINT)
+            assert "error" in list(events)[-1], "a page that is open does not hold it up"
         _, said = view.communicate(timeout=30)
     assert (view.returncode, said) == (0, "Stopped.\n")
 
