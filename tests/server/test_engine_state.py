@@ -9,6 +9,7 @@ import pytest
 from quire.core.errors import Draining
 from quire.server.async_engine import EngineLost
 from quire.server.engine_state import EngineState, StateEvent, follow
+from tests.server.server_process import PATIENCE_S
 
 
 class View:
@@ -210,7 +211,7 @@ def test_closing_ends_every_stream_at_once(asked: bool) -> None:
         streams.state.close()
         for each in waiting:
             with pytest.raises(Draining):
-                await each
+                await asyncio.wait_for(each, PATIENCE_S / 2)
         with pytest.raises(Draining):
             await anext(follow(lambda: streams.state, -1, None))
         streams.view.stalled.set()
