@@ -14,7 +14,7 @@ from quire.sched.pacing import (
     LOAD_STRETCH,
     MIN_PREFILL_TOKENS,
     QUEUE_EFFICIENT,
-    UNPACED_SHARE,
+    TOLERATED_SHARE,
     UTILIZATION,
     WINDOW_S,
     Demand,
@@ -23,7 +23,7 @@ from quire.sched.pacing import (
     Pace,
     StepBound,
     Targets,
-    UnpacedGaps,
+    UnchunkedLatency,
     choose_pace,
     largest_next_chunk,
 )
@@ -183,9 +183,9 @@ def test_few_steps_are_late_for_long_prompts() -> None:
     assert not late.allowed, "what a queue took is paid back first"
 
 
-def gaps(*prompts: tuple[int, float], decoded: int = 10_000) -> UnpacedGaps:
+def gaps(*prompts: tuple[int, float], decoded: int = 10_000) -> UnchunkedLatency:
     """Of so many gaps, prompts make some as long as their step: each by rows and seconds."""
-    found = UnpacedGaps()
+    found = UnchunkedLatency()
     found.decode(decoded)
     for rows, step_s in prompts:
         found.prompt(rows, 1, step_s, 0.0)
@@ -232,7 +232,7 @@ def test_of_few_gaps_no_percentile_is_known_and_old_ones_are_forgotten() -> None
 
 
 def test_sums_do_not_depend_on_when_steps_are_noted() -> None:
-    once, twice = UnpacedGaps(), UnpacedGaps()
+    once, twice = UnchunkedLatency(), UnchunkedLatency()
     for number in range(50):
         once.decode(777)
         for part in (700, 77):
@@ -244,5 +244,5 @@ def test_sums_do_not_depend_on_when_steps_are_noted() -> None:
 
 def test_a_part_of_the_percentile_is_tolerated_where_it_is_more_than_any_load_allows() -> None:
     found = gaps(*[(10, 0.2)] * 11)
-    assert found.tolerated_s(0.012) == UNPACED_SHARE * found.percentile_s
-    assert found.tolerated_s(1.001 * UNPACED_SHARE * found.percentile_s / LOAD_STRETCH) == 0.0
+    assert found.tolerated_s(0.012) == TOLERATED_SHARE * found.percentile_s
+    assert found.tolerated_s(1.001 * TOLERATED_SHARE * found.percentile_s / LOAD_STRETCH) == 0.0

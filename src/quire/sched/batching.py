@@ -208,7 +208,7 @@ class StepBatcher:
         limit_s, queue_limit_s = (
             max(stretch * policy.itl_target_s, MANY_STRETCH * itl_s) for stretch in (MAX_STRETCH, QUEUE_STRETCH)
         )
-        tolerated_s = state.unpaced_gaps.tolerated_s(itl_s)
+        tolerated_s = state.unchunked_latency.tolerated_s(itl_s)
         targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s, tolerated_s)
         demand = self._demand(builder.now_s, stretches=tolerated_s > 0 or state.late_steps.allowed)
         builder.pace = choose_pace(self._cost, shape, start, builder.budget, sizes, targets, demand)
@@ -241,7 +241,7 @@ class StepBatcher:
             whole = StepShape(builder.num_decoding, state.calendar.num_context(builder.step))
             whole = whole.with_chunk(sequence.num_planned, min(num_left, builder.max_tokens))
             num_steps = -(-num_left // builder.max_tokens)
-            state.unpaced_gaps.prompt(builder.num_decoding, num_steps, self._cost.predict_s(whole), builder.now_s)
+            state.unchunked_latency.prompt(builder.num_decoding, num_steps, self._cost.predict_s(whole), builder.now_s)
         self.schedule_chunk(sequence, builder)
 
     def schedule_chunk(self, sequence: Sequence, builder: PlanBuilder, *, decoding: bool = False) -> None:
@@ -326,7 +326,7 @@ class StepBatcher:
 
     def note_step(self, builder: PlanBuilder) -> None:
         """The step is taken: note who is in it, before the calendar moves those that pause."""
-        self._state.unpaced_gaps.decode(builder.num_decoding)
+        self._state.unchunked_latency.decode(builder.num_decoding)
         if self._micro_batches.active:
             self._micro_batches.note(builder, self._state.calendar.decoding_rows())
 

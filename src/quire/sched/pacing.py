@@ -29,7 +29,7 @@ _BESIDE_PROMPTS = 3.0  # and this factor times the step of a single decoding row
 PER_DECODE = 1.6  # and this factor times the step without prompts: a step of many rows takes long by itself
 TTFT_PER_ITL = 3.0  # TTFT, of what waits, by the ITL target
 
-# Chosen on some windows of traces, reported on others: docs/performance/ledger, section 52.
+# Chosen on some windows of traces, reported on others: docs/performance/ledger, sections 52 and 73.
 UTILIZATION = 0.3  # of (ii), within LOAD_STRETCH: a queue goes with 1 / (1 - utilization)
 HIGH_UTILIZATION = 0.5  # of (ii), within MAX_STRETCH
 LOAD_STRETCH = 2.2  # longest step for the load, or for a long prompt that nothing waits for, by the ITL target
@@ -43,7 +43,7 @@ LATE_SHARE = 0.008  # of the steps with decoding rows may be late for a long pro
 _MAX_CREDIT = 8.0  # such steps saved up
 WINDOW_S = 20.0  # time constant of the offered load
 _MIN_WINDOW_S = 1.0  # of the first estimate
-UNPACED_SHARE = 0.5  # of the 99th percentile of the ITL with whole prompts: what a step may take
+TOLERATED_SHARE = 0.5  # of the 99th percentile of the ITL with whole prompts: what a step may take
 _TAIL = 0.01  # the part of the gaps that is above a 99th percentile
 _MIN_GAPS = 300  # before that percentile is known: three gaps are above it
 _PER_OCTAVE = 4  # classes of gaps
@@ -107,7 +107,7 @@ class OfferedLoad:
             self._last_s = now_s
 
 
-class UnpacedGaps:
+class UnchunkedLatency:
     """What the gaps between tokens would be if each prompt were computed whole: the 99th percentile, exponentially
     weighted by `WINDOW_S`. All gaps are the tokens of decoding rows; each step with a prompt makes the gap of every row
     as long as it takes. In classes of its time, four to each factor of two."""
@@ -124,7 +124,7 @@ class UnpacedGaps:
         self._decoded += num_tokens
 
     def prompt(self, num_rows: int, num_steps: int, step_s: float, now_s: float) -> None:
-        """A prompt begins that, computed whole, would delay these rows by so many steps of `step_s`."""
+        """A prompt begins that, computed whole, would delay these rows by `num_steps` steps of `step_s`."""
         weight = exp(min(self._last_s - now_s, 0.0) / WINDOW_S)  # clocks may jump
         self._last_s = now_s
         self._total = (self._total + self._decoded) * weight
@@ -147,7 +147,7 @@ class UnpacedGaps:
 
     def tolerated_s(self, itl_s: float) -> float:
         """What a step may take because of it; 0 if that is no more than what any load allows."""
-        tolerated_s = UNPACED_SHARE * self.percentile_s
+        tolerated_s = TOLERATED_SHARE * self.percentile_s
         return tolerated_s if tolerated_s > LOAD_STRETCH * itl_s else 0.0
 
 
