@@ -1,6 +1,5 @@
 """Pacing: step sizes from the offered load and two latency targets, the estimate of the load, late steps."""
 
-from dataclasses import replace
 from math import isclose
 
 import pytest
@@ -14,7 +13,6 @@ from quire.sched.pacing import (
     LOAD_STRETCH,
     MIN_PREFILL_TOKENS,
     QUEUE_EFFICIENT,
-    TOLERATED_SHARE,
     UTILIZATION,
     WINDOW_S,
     Demand,
@@ -23,7 +21,6 @@ from quire.sched.pacing import (
     Pace,
     StepBound,
     Targets,
-    UnchunkedLatency,
     choose_pace,
     largest_next_chunk,
 )
@@ -91,25 +88,6 @@ def test_a_long_prompt_that_nothing_waits_for_has_longer_steps_but_not_the_longe
     assert pace(Demand(longest=300)).bound is StepBound.ITL
 
 
-@pytest.mark.parametrize(
-    "demand", [Demand(longest=60_000), Demand(backlog=2000), Demand(tokens_per_s=UTILIZATION * 38_000)], ids=str
-)
-def test_where_gaps_would_be_long_anyway_steps_may_be_longer_but_not_the_longest(demand: Demand) -> None:
-    """Each step takes 4 ms whatever it holds: larger ones carry more, up to 60 ms and beyond."""
-    table = CostTable(replace(H200, seconds_per_step=4e-3))
-
-    def timed(tolerated_s: float, asked: Demand = demand) -> tuple[Pace, float]:
-        targets = TARGETS._replace(tolerated_s=tolerated_s)
-        found = choose_pace(table, ROWS, 0, MOST, SIZES, targets, asked)
-        return found, table.predict_s(ROWS.with_chunk(0, found.num_tokens))
-
-    (calm, calm_s), (found, found_s) = timed(0.0), timed(0.06)
-    assert calm_s < found_s <= 0.06
-    assert found.bound is calm.bound and not found.late
-    assert timed(0.06, Demand()) == timed(0.0, Demand()), "nothing needs it"
-    assert timed(10.0, Demand(1e6, 10**6, 10**6))[1] <= TARGETS.queue_limit_s
-
-
 def test_without_decoding_rows_a_step_has_the_efficient_size() -> None:
     found = pace(Demand(), step=StepShape())
     assert found.bound is StepBound.EFFICIENT and 496 <= found.num_tokens < 4080
@@ -128,17 +106,15 @@ def test_without_a_ttft_target_the_itl_target_is_kept() -> None:
     start=st.integers(0, 60_000),
     most=st.integers(0, 8192),
     captured=st.booleans(),
-    tolerated_s=st.floats(0, 0.3),
 )
 def test_demand_only_makes_steps_larger_within_the_limit(
-    rate: float, backlog: int, longest: int, rows: int, start: int, most: int, captured: bool, tolerated_s: float
+    rate: float, backlog: int, longest: int, rows: int, start: int, most: int, captured: bool
 ) -> None:
     table, step = CostTable(H200), StepShape(rows, rows * 1000)
     sizes = SIZES if captured else ()
-    targets = TARGETS._replace(tolerated_s=tolerated_s)
-    calm = choose_pace(table, step, start, most, sizes, targets, Demand())
-    found = choose_pace(table, step, start, most, sizes, targets, Demand(rate, backlog, longest))
-    more = choose_pace(table, step, start, most, sizes, targets, Demand(2 * rate, 2 * backlog, 2 * longest))
+    calm = choose_pace(table, step, start, most, sizes, TARGETS, Demand())
+    found = choose_pace(table, step, start, most, sizes, TARGETS, Demand(rate, backlog, longest))
+    more = choose_pace(table, step, start, most, sizes, TARGETS, Demand(2 * rate, 2 * backlog, 2 * longest))
     assert calm.num_tokens <= found.num_tokens <= more.num_tokens <= most
     assert calm.num_tokens >= min(most, MIN_PREFILL_TOKENS)
     if found.num_tokens > calm.num_tokens:
@@ -181,68 +157,3 @@ def test_few_steps_are_late_for_long_prompts() -> None:
     for _ in range(round(5 / LATE_SHARE)):
         late.note(None)
     assert not late.allowed, "what a queue took is paid back first"
-
-
-def gaps(*prompts: tuple[int, float], decoded: int = 10_000) -> UnchunkedLatency:
-    """Of so many gaps, prompts make some as long as their step: each by rows and seconds."""
-    found = UnchunkedLatency()
-    found.decode(decoded)
-    for rows, step_s in prompts:
-        found.prompt(rows, 1, step_s, 0.0)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("prompts", "percentile_s"),
-    [
-        ([], 0.0),
-        ([(10, 0.2)] * 9, 0.0),  # 0.9 % of the gaps
-        ([(10, 0.2)] * 11, 0.2),
-        ([(10, 0.4)] * 9 + [(10, 0.1)] * 9, 0.1),
-        ([(10, 0.1)] * 99 + [(10, 0.4)] * 11, 0.4),
-        ([(99, 0.2)], 0.0),
-        ([(101, 0.2)], 0.2),  # gaps are counted, not steps
-    ],
-)
-def test_the_percentile_is_that_of_the_gaps_that_whole_prompts_would_make(
-    prompts: list[tuple[int, float]], percentile_s: float
-) -> None:
-    assert gaps(*prompts).percentile_s == pytest.approx(percentile_s, rel=0.1)
-
-
-def test_a_prompt_of_several_steps_makes_as_many_gaps() -> None:
-    found = gaps()
-    found.prompt(10, 11, 0.2, 0.0)
-    assert found.percentile_s == pytest.approx(0.2, rel=0.1)
-
-
-def test_of_few_gaps_no_percentile_is_known_and_old_ones_are_forgotten() -> None:
-    assert gaps((10, 0.2), decoded=200).percentile_s == 0.0
-    found = gaps(*[(10, 0.2)] * 11)
-    found.decode(1000)
-    assert found.percentile_s == 0.0, "those without a prompt count since"
-    found = gaps(*[(10, 0.2)] * 20)
-    found.prompt(1, 1, 0.1, WINDOW_S)
-    assert found.percentile_s > 0.1, "all grow old alike"
-    found.decode(10_000)
-    assert found.percentile_s == 0.0
-    found.prompt(1, 1, 0.1, 0.0)  # a clock that jumps back does no harm
-    found.prompt(1, 1, 0.1, 1e9)
-    assert found.percentile_s == 0.0
-
-
-def test_sums_do_not_depend_on_when_steps_are_noted() -> None:
-    once, twice = UnchunkedLatency(), UnchunkedLatency()
-    for number in range(50):
-        once.decode(777)
-        for part in (700, 77):
-            twice.decode(part)
-        for each in (once, twice):
-            each.prompt(10, 1, 0.2, 0.37 * number)
-    assert once._total == twice._total
-
-
-def test_a_part_of_the_percentile_is_tolerated_where_it_is_more_than_any_load_allows() -> None:
-    found = gaps(*[(10, 0.2)] * 11)
-    assert found.tolerated_s(0.012) == TOLERATED_SHARE * found.percentile_s
-    assert found.tolerated_s(1.001 * TOLERATED_SHARE * found.percentile_s / LOAD_STRETCH) == 0.0

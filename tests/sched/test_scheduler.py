@@ -244,25 +244,6 @@ def test_a_cut_chunk_has_a_captured_size_and_grows_while_prompts_queue() -> None
     assert paced[StepBound.ITL] == 2, paced
 
 
-@pytest.mark.parametrize(("apart", "longest"), [(60, 76), (150, 38)])
-def test_steps_are_longer_where_whole_prompts_would_delay_more_than_one_gap_in_a_hundred(
-    apart: int, longest: int
-) -> None:
-    """A step takes 10 ms and a millisecond a token, so each prompt 0.21 s as a whole. 30 ms are the target, 2.2 times
-    that may be taken by a few steps; by all, half of what every 60th gap would be, but not of what every 150th."""
-    cost = CostTable(Constants(0.01, 0.0, 1e-3, 0.0, 0.0))
-    policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=0.03, ttft_target_s=0.03)
-    bench = Bench(blocks=1000, rows=3, budget=256, policy=policy, cost=cost)
-    bench.add([1] * 10, 1500)
-    for number in range(900 // apart):
-        late = bench.add([2 + number] * 200, 1)
-        for _ in range(apart):
-            bench.now_s += 0.05
-            bench.turn()
-    lengths = [chunk.length for chunk in bench.chunks_of(late)]
-    assert max(lengths) == longest and (len(set(lengths[:-1])) == 1) == (longest == 76), lengths
-
-
 def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:
     bench = Bench()
     sequence = bench.add([1, 2, 3], 50, end_ids=(24,))

@@ -47,7 +47,7 @@ class Admission:
         "_num_parked",
         "_preemption",
         "_reserved_for",
-        "_start_prompt",
+        "_schedule_chunk",
         "_state",
         "_window_since_s",
         "batch_size",
@@ -55,11 +55,11 @@ class Admission:
     )  # fmt: skip
 
     def __init__(
-        self, state: SchedulerState, preemption: Preemption, start_prompt: Callable[[Sequence, PlanBuilder], None]
+        self, state: SchedulerState, preemption: Preemption, schedule_chunk: Callable[[Sequence, PlanBuilder], None]
     ) -> None:
         self._state = state
         self._preemption = preemption
-        self._start_prompt = start_prompt
+        self._schedule_chunk = schedule_chunk
         self._num_parked = 0  # in this step
         self._deferred = False  # in this step: a long prompt is admitted after those in progress, with what they leave
         self._reserved_for: RequestGroup | None = None  # others were preempted for it: it is admitted next
@@ -258,7 +258,7 @@ class Admission:
         self._note_admitted(group, leader, num_cached, builder.step)
         if self._reserved_for is group:
             self._reserved_for = None
-        self._start_prompt(leader, builder)
+        self._schedule_chunk(leader, builder)
         if leader.num_planned < len(leader.tokens):
             state.add_prefill(leader)
 

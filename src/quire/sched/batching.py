@@ -208,10 +208,10 @@ class StepBatcher:
         limit_s, queue_limit_s = (
             max(stretch * policy.itl_target_s, MANY_STRETCH * itl_s) for stretch in (MAX_STRETCH, QUEUE_STRETCH)
         )
-        tolerated_s = state.unchunked_latency.tolerated_s(itl_s)
-        targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s, tolerated_s)
-        demand = self._demand(builder.now_s, stretches=tolerated_s > 0 or state.late_steps.allowed)
-        builder.pace = choose_pace(self._cost, shape, start, builder.budget, sizes, targets, demand)
+        targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s)
+        builder.pace = choose_pace(
+            self._cost, shape, start, builder.budget, sizes, targets, self._demand(builder.now_s)
+        )
         if builder.num_decoding:
             state.late_steps.note(builder.pace)
         return builder.pace.num_tokens
@@ -223,26 +223,15 @@ class StepBatcher:
         limit_s = max(max_step_s, _PER_SMALLEST * self._cost.predict_s(shape.with_chunk(start, fewest)))
         return max(fewest, largest_next_chunk(self._cost, shape, start, builder.budget, limit_s))
 
-    def _demand(self, now_s: float, *, stretches: bool) -> Demand:
-        """The backlog is without the longest prefill, for which no other prompt need wait. `stretches`: that one may
-        delay rows."""
+    def _demand(self, now_s: float) -> Demand:
+        """The backlog is without the longest prefill, for which no other prompt need wait."""
         state = self._state
         tokens_per_s, num_prompts = state.load.tokens_per_s(now_s), len(state.prefilling) + len(state.waiting)
         remaining = [sequence.num_tokens - sequence.num_planned for sequence in state.prefilling]
         waiting = int(state.load.missed_share * state.waiting.num_tokens)
         longest = max(remaining, default=waiting if num_prompts == 1 else 0)
         backlog = sum(remaining) + waiting - longest if num_prompts > 1 else 0
-        return Demand(tokens_per_s, backlog, longest if stretches else 0)
-
-    def start_prompt(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """The first chunk of an admitted request."""
-        state, num_left = self._state, sequence.num_tokens - sequence.num_planned
-        if builder.num_decoding and state.policy.itl_target_s is not None:
-            whole = StepShape(builder.num_decoding, state.calendar.num_context(builder.step))
-            whole = whole.with_chunk(sequence.num_planned, min(num_left, builder.max_tokens))
-            num_steps = -(-num_left // builder.max_tokens)
-            state.unchunked_latency.prompt(builder.num_decoding, num_steps, self._cost.predict_s(whole), builder.now_s)
-        self.schedule_chunk(sequence, builder)
+        return Demand(tokens_per_s, backlog, longest if state.late_steps.allowed else 0)
 
     def schedule_chunk(self, sequence: Sequence, builder: PlanBuilder, *, decoding: bool = False) -> None:
         """Plan known tokens within the budget. With the last of them the row starts to decode, or to finish if pooled.
@@ -326,7 +315,6 @@ class StepBatcher:
 
     def note_step(self, builder: PlanBuilder) -> None:
         """The step is taken: note who is in it, before the calendar moves those that pause."""
-        self._state.unchunked_latency.decode(builder.num_decoding)
         if self._micro_batches.active:
             self._micro_batches.note(builder, self._state.calendar.decoding_rows())
 

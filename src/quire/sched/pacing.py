@@ -7,8 +7,6 @@ steps carry more, up to the efficient size, and delay decoding rows. A step is t
 (iii) computes what prompts wait for within the time-to-first-token (TTFT) target.
 If no size does, or no row decodes, it is the efficient size. The time of a step has limits, by factors of the ITL
 target: a low one for the load, a high one for a queue, which grows with the root of the time that the queue takes.
-Where whole prompts would delay decoding rows often, so that the 99th percentile of the ITL were long, half of it is a
-limit, too.
 
 A pure function of the cost table and of arrivals and plans with their times: a replay makes the same choices.
 """
@@ -16,7 +14,7 @@ A pure function of the cost table and of arrivals and plans with their times: a 
 from collections.abc import Sequence as Many
 from enum import Enum
 from itertools import takewhile
-from math import exp, log2, sqrt
+from math import exp, sqrt
 from typing import NamedTuple
 
 from quire.sched.cost_model import CostTable, StepShape
@@ -29,7 +27,7 @@ _BESIDE_PROMPTS = 3.0  # and this factor times the step of a single decoding row
 PER_DECODE = 1.6  # and this factor times the step without prompts: a step of many rows takes long by itself
 TTFT_PER_ITL = 3.0  # TTFT, of what waits, by the ITL target
 
-# Chosen on some windows of traces, reported on others: docs/performance/ledger, sections 52 and 73.
+# Chosen on some windows of traces, reported on others: docs/performance/ledger, section 52.
 UTILIZATION = 0.3  # of (ii), within LOAD_STRETCH: a queue goes with 1 / (1 - utilization)
 HIGH_UTILIZATION = 0.5  # of (ii), within MAX_STRETCH
 LOAD_STRETCH = 2.2  # longest step for the load, or for a long prompt that nothing waits for, by the ITL target
@@ -43,10 +41,6 @@ LATE_SHARE = 0.008  # of the steps with decoding rows may be late for a long pro
 _MAX_CREDIT = 8.0  # such steps saved up
 WINDOW_S = 20.0  # time constant of the offered load
 _MIN_WINDOW_S = 1.0  # of the first estimate
-TOLERATED_SHARE = 0.5  # of the 99th percentile of the ITL with whole prompts: what a step may take
-_TAIL = 0.01  # the part of the gaps that is above a 99th percentile
-_MIN_GAPS = 300  # before that percentile is known: three gaps are above it
-_PER_OCTAVE = 4  # classes of gaps
 _CACHED_DECAY = 0.97  # per admission, of the share of prompt tokens found in the cache: the latest thirty or so count
 
 
@@ -107,50 +101,6 @@ class OfferedLoad:
             self._last_s = now_s
 
 
-class UnchunkedLatency:
-    """What the gaps between tokens would be if each prompt were computed whole: the 99th percentile, exponentially
-    weighted by `WINDOW_S`. All gaps are the tokens of decoding rows; each step with a prompt makes the gap of every row
-    as long as it takes. In classes of its time, four to each factor of two."""
-
-    __slots__ = ("_decoded", "_gaps", "_last_s", "_total")
-
-    def __init__(self) -> None:
-        self._gaps: dict[int, float] = {}  # by class
-        self._total = 0.0  # gaps of any length
-        self._decoded = 0  # further ones since the last prompt; an integer: sums do not depend on their order
-        self._last_s = 0.0
-
-    def decode(self, num_tokens: int) -> None:
-        self._decoded += num_tokens
-
-    def prompt(self, num_rows: int, num_steps: int, step_s: float, now_s: float) -> None:
-        """A prompt begins that, computed whole, would delay these rows by `num_steps` steps of `step_s`."""
-        weight = exp(min(self._last_s - now_s, 0.0) / WINDOW_S)  # clocks may jump
-        self._last_s = now_s
-        self._total = (self._total + self._decoded) * weight
-        self._decoded = 0
-        self._gaps = {number: gaps * weight for number, gaps in self._gaps.items()}
-        number = round(_PER_OCTAVE * log2(step_s))
-        self._gaps[number] = self._gaps.get(number, 0.0) + num_rows * num_steps
-
-    @property
-    def percentile_s(self) -> float:
-        """0: not known, or so few prompts that it is a gap without any."""
-        above, total = 0.0, self._total + self._decoded
-        if total < _MIN_GAPS:
-            return 0.0
-        for number in sorted(self._gaps, reverse=True):
-            above += self._gaps[number]
-            if above > _TAIL * total:
-                return float(2.0 ** (number / _PER_OCTAVE))
-        return 0.0
-
-    def tolerated_s(self, itl_s: float) -> float:
-        """What a step may take because of it; 0 if that is no more than what any load allows."""
-        tolerated_s = TOLERATED_SHARE * self.percentile_s
-        return tolerated_s if tolerated_s > LOAD_STRETCH * itl_s else 0.0
-
-
 class Demand(NamedTuple):
     """What prompts ask for."""
 
@@ -166,7 +116,6 @@ class Targets(NamedTuple):
     ttft_s: float | None
     limit_s: float  # of the load
     queue_limit_s: float  # however much waits
-    tolerated_s: float = 0.0  # of load, queue and longest prompt, if it is above theirs; such a step is not late
 
 
 class Pace(NamedTuple):
@@ -221,7 +170,7 @@ def choose_pace(
 
     `sizes`: captured sizes; without any, every length.
     """
-    itl_s, ttft_s, limit_s, queue_limit_s, _ = targets
+    itl_s, ttft_s, limit_s, queue_limit_s = targets
     if step.num_rows == 0:
         found = _timed(table, step, start, _ladder(sizes, 0, most), limit_s)
         length = found.lengths[found.efficient(limit_s)]
@@ -240,13 +189,11 @@ def choose_pace(
 
 def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: Demand, queue_s: float) -> Pace:
     """The smallest size for load, backlog and longest prompt. `queue_s`: what the backlog takes at the ITL target."""
-    itl_s, tolerated_s = targets.itl_s, targets.tolerated_s
-    best = found.efficient(max(targets.limit_s, tolerated_s))
-    short = found.efficient(max(LOAD_STRETCH * itl_s, tolerated_s))
+    itl_s = targets.itl_s
+    best, short = found.efficient(targets.limit_s), found.efficient(LOAD_STRETCH * itl_s)
     rate = demand.tokens_per_s
     by_load = max(found.carrying(rate / UTILIZATION, short), found.carrying(rate / HIGH_UTILIZATION, best))
-    queue_limit_s = min(itl_s * sqrt(max(queue_s / ttft_s, 1.0)), targets.queue_limit_s)
-    queued = found.efficient(max(queue_limit_s, tolerated_s), QUEUE_EFFICIENT)
+    queued = found.efficient(min(itl_s * sqrt(max(queue_s / ttft_s, 1.0)), targets.queue_limit_s), QUEUE_EFFICIENT)
     by_backlog = found.carrying(demand.backlog / ttft_s, queued)
     by_longest = found.carrying(demand.longest / ttft_s, short)
     place = max(by_load, by_backlog, by_longest)
@@ -259,7 +206,7 @@ def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: D
         bound = StepBound.LOAD if length >= rate * seconds else StepBound.SATURATED
     else:
         bound = StepBound.BACKLOG if place == by_backlog else StepBound.LONG_PROMPT
-    return Pace(length, bound, late=seconds > max(LATE * itl_s, tolerated_s))
+    return Pace(length, bound, late=seconds > LATE * itl_s)
 
 
 def _timed(table: CostTable, step: StepShape, start: int, lengths: Many[int], limit_s: float) -> _Sizes:

@@ -75,7 +75,7 @@ class Scheduler:
         self._state = SchedulerState(kv, self.policy, max_rows, self._cost)
         preemption = Preemption(self._state)
         self._batcher = StepBatcher(self._state, preemption, self._cost, max_rows)
-        self._admission = Admission(self._state, preemption, self._batcher.start_prompt)
+        self._admission = Admission(self._state, preemption, self._batcher.schedule_chunk)
         self._steady = SteadyDecode(self._state, self._cost)
         self._results = ResultProcessor(self._state, self._cost)
         self.draining = False

@@ -21,7 +21,7 @@ from quire.sched.cost_model import CostTable
 from quire.sched.decode_calendar import DecodeCalendar
 from quire.sched.explain import WaitHistory
 from quire.sched.fairness import Billing, WeightedFairShares
-from quire.sched.pacing import LateSteps, OfferedLoad, StepBound, UnchunkedLatency
+from quire.sched.pacing import LateSteps, OfferedLoad, StepBound
 from quire.sched.parallel_sampling import SiblingForks
 from quire.sched.policy import Policy
 from quire.sched.prefix_dedup import InflightPrefixes
@@ -78,7 +78,6 @@ class SchedulerState:
         self.output_lengths = LengthQuantile()
         self.load = OfferedLoad()
         self.late_steps = LateSteps()
-        self.unchunked_latency = UnchunkedLatency()
         self.masked_rows: set[Row] = set()  # rows under a grammar that sample, or have sampled
         self.num_masked = 0  # requests under a grammar
         self.forced: dict[Row, ForcedTokens] = {}  # what the grammars of decoding rows force

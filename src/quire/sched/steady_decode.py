@@ -102,7 +102,6 @@ class SteadyDecode:
         """What steady steps have left to note: before anything reads it."""
         for _ in range(self._num_planned):
             self._state.late_steps.note(None)
-        self._state.unchunked_latency.decode(self._num_planned * self._num_rows)
         for shape, seconds in self._measured:
             self._cost.observe(shape, seconds)
         self._num_planned = 0
