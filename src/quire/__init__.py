@@ -7,10 +7,10 @@ Names are loaded when they are first used: `import quire` alone loads no torch.
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from quire.version import __version__
 
+TYPE_CHECKING = False  # as type checkers read it; importing typing takes as long as all the rest of a Python start
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.core.errors import QuireError

@@ -17,7 +17,7 @@ LAZY = {
 }  # fmt: skip
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
 READS_ENVIRONMENT = {
-    "catalog/store.py": "XDG_CACHE_HOME",
+    "catalog/store.py": "XDG_CACHE_HOME; HF_HOME and HF_HUB_CACHE, as huggingface_hub reads them",
     "kernels/cpu/native_build.py": "XDG_CACHE_HOME, CXX, and for tests the set of instructions to compile for",
     "cli/main.py": "names that are almost an option's, for a warning",
     "core/worker_process.py": "handed on to the worker, with one thread of BLAS",

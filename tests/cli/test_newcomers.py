@@ -10,8 +10,8 @@ import pytest
 from quire.cli import chat, options
 from quire.cli.bench import COMMANDS
 from quire.cli.console import StartupProgress
-from quire.cli.other_engines import OTHER_BENCH_OPTIONS
 from quire.cli.printed_reply import PrintedReply, ReplyEnd
+from quire.cli.usage_errors import OTHER_BENCH_OPTIONS
 from quire.server.batch import runner
 from quire.version import __version__
 from tests import children

@@ -5,6 +5,8 @@ name.
 """
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -149,6 +151,33 @@ def fetched_models(folder: Path) -> dict[str, Located]:
             name = path.stem if path.is_file() else path.name
             found[name.lower()] = Located(files.path, files.kind, name)
     return found
+
+
+def names_here(folder: Path, hub_folder: Path) -> list[str]:
+    """Names of models on this machine, without a look into their files: in the cache folder, and in the hub's."""
+    names = [located.name for located in fetched_models(folder).values()]
+    with suppress(OSError):  # missing, or another user's
+        for path in sorted(hub_folder.glob("models--*--*/snapshots/*")):
+            repository = "/".join(path.parent.parent.name.split("--")[1:3])
+            files = [f"{repository}:{file.name}" for file in gguf_files(path)]
+            names += files if files else [repository]
+    return list(dict.fromkeys(names))
+
+
+def paths_beginning(text: str) -> list[str]:
+    """Paths of models that begin with this text, and folders, with a slash at the end: there may be some in them."""
+    folder, name = os.path.split(text)
+    found, folders = [], []
+    with suppress(OSError, ValueError):  # none such, or another user's; a zero byte
+        for path in sorted(Path(os.path.expanduser(folder) or ".").iterdir()):
+            here = os.path.join(folder, path.name)
+            if not path.name.startswith(name) or path.name.startswith(".") > name.startswith("."):
+                continue
+            if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
+                found.append(here)
+            elif path.is_dir():
+                folders.append(f"{here}/")
+    return found + folders
 
 
 def _path_of(text: str) -> Path | None:

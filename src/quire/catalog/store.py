@@ -51,6 +51,13 @@ def models_folder() -> Path:
     return (Path(cache) if cache else _home() / ".cache") / "quire" / "models"
 
 
+def hub_folder() -> Path:
+    """Where huggingface_hub keeps models. To import it takes longer than the completion of a name may."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+
+
 def check_space(folder: Path, num_bytes: int, name: str, variable: str) -> None:
     """Refuse a download that the disk cannot hold. `variable`: what names another place."""
     while not folder.exists():

@@ -20,9 +20,11 @@ from quire.cli.options import (
     FiniteRange,
     OutputFile,
     check_packages,
+    complete_model,
     engine_settings,
     integer_list,
     measured_engine_options,
+    model_argument,
 )
 from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
@@ -87,7 +89,8 @@ def _probabilities(ctx: click.Context, param: click.Parameter, value: str | None
 
 
 def _model_option(command: Command) -> Command:
-    return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(command)
+    return click.option("--model", metavar="NAME", shell_complete=complete_model,
+                        help="A model, or a shape for --load-format dummy.")(command)  # fmt: skip
 
 
 def _workload_options(allowed: Many[str], default: str) -> Callable[[Command], Command]:
@@ -311,7 +314,7 @@ def speculation(
 
 
 @click.command("transformers")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed load.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Repetitions of each comparison.")
 @click.option(
@@ -381,7 +384,9 @@ def _precisions(ctx: click.Context, param: click.Parameter, value: str | None) -
     metavar="NAME=VALUE,…",
     help="Settings of quire, such as dtype=bfloat16,threads=2; several times: each has its turns.",
 )
-@click.option("--model", metavar="NAME", help="A model; llama.cpp reads GGUF files only.")
+@click.option(
+    "--model", metavar="NAME", shell_complete=complete_model, help="A model; llama.cpp reads GGUF files only."
+)
 @click.option(
     "--precision",
     "precisions",
@@ -540,7 +545,8 @@ def capacity(levels: "tuple[ServiceLevel, ...]", tolerance: float, as_json: bool
               help="Simulated: a search ends when the rate is known within this fraction.")  # fmt: skip
 @click.option("--plot", type=OutputFile(), metavar="FILE",
               help="Simulated: write goodput per GPU as SVG.")  # fmt: skip
-@click.option("--model", metavar="NAME", help="With --engines: a model. Default: the default model.")
+@click.option("--model", metavar="NAME", shell_complete=complete_model,
+              help="With --engines: a model. Default: the default model.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="With --engines: of each.")
 @click.option("--rate", type=FiniteRange(0, min_open=True), default=1.0, show_default=True, metavar="R",
               help="With --engines: random (Poisson) arrivals per second.")  # fmt: skip

@@ -5,19 +5,15 @@ import json
 import os
 import sys
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from quire.catalog.names import short_name
 from quire.cli.config_file import describe_config, load_config, read_tables
 from quire.cli.options import (
-    PROMPT_OPTIONS,
-    SAMPLING_OPTIONS,
-    SHORT_OPTIONS,
     FiniteRange,
     OutputFile,
     batch_options,
@@ -26,185 +22,29 @@ from quire.cli.options import (
     check_packages,
     check_remote,
     check_sampling,
+    complete_model,
     engine_options,
-    grouped_options,
     hub_options,
     integer_list,
     mistyped_variables,
+    model_argument,
     name_variables,
     remote_options,
     sampling_options,
     serving_options,
 )
-from quire.cli.other_engines import OTHER_BENCH_COMMANDS, OTHER_BENCH_OPTIONS, OTHER_COMMANDS
-from quire.cli.streams import INTERRUPTED, flushed_output, loading_status, open_streams, stops_on_sigterm
-from quire.config import EngineConfig, foreign_hint
+from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
+from quire.cli.usage_errors import BenchGroup, QuireGroup, ServeCommand
+from quire.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.core.process import gc_frozen_imports
 
 if TYPE_CHECKING:
     from quire.cli.printed_reply import ReplyModel
 
-_MANY_OPTIONS = 16  # with so many, the help has groups
 _VARIABLES = (
     "Each option is also a variable of the environment, --max-model-len as QUIRE_MAX_MODEL_LEN; flags override it."
 )
-_MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engines and quire bench have the model so
-
-
-# What click says of a number that is none.
-_NUMBERS = {
-    "a valid integer range": "a whole number", "a valid integer": "a whole number", "a valid float range": "a number",
-    "a valid float": "a number",
-}  # fmt: skip
-
-
-class QuireCommand(click.Command):
-    """A command that explains where model and prompt go, and what replaces an option of another engine."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)  # click consumes the other list
-        try:
-            return super().parse_args(ctx, args)
-        except click.BadParameter as error:
-            message = error.message
-            for theirs, ours in _NUMBERS.items():
-                message = message.replace(f" is not {theirs}", f" is not {ours}")
-            param = error.param
-            source = None if param is None or param.name is None else ctx.get_parameter_source(param.name)
-            if param is None or source not in (ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
-                if message == error.message:
-                    raise
-                raise click.BadParameter(message, error.ctx, param, error.param_hint) from None
-            named = f"{param.envvar} in the environment" if source is ParameterSource.ENVIRONMENT else "--config"
-            raise click.BadParameter(f"{message.rstrip('.')}, from {named}.", ctx, param) from None
-        except click.NoSuchOption as error:
-            usage = " ".join(self.collect_usage_pieces(ctx)[1:])
-            option = _as_written(error.option_name, words)
-            dashed = option.replace("_", "-")
-            if any(dashed in param.opts for param in self.params):
-                ctx.fail(f"There is no {option} here: use {dashed}.")
-            hint = self._hint(option)
-            if "[MODEL]" in usage and hint is not None:
-                ctx.fail(f"There is no {option} here: {hint}.")
-            if "[URL]" in usage and option == "--url":
-                ctx.fail(f"The address goes without --url: {ctx.command_path} {_value_of(option, words, 'URL')}")
-            if "[MODEL]" in usage and error.option_name in _MODEL_OPTIONS:
-                arguments = usage.replace("[MODEL]", _value_of(error.option_name, words, "MODEL"))
-                ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {arguments}")
-            raise
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options in groups, where there are many."""
-        if len(self.params) < _MANY_OPTIONS:
-            super().format_options(ctx, formatter)
-            return
-        groups = grouped_options(self)
-        help_option = self.get_help_option(ctx)
-        if help_option is not None:
-            groups.setdefault("Other options", []).append(help_option)
-        for group, params in groups.items():
-            options = [param for param in params if isinstance(param, click.Option)]
-            if records := [record for option in options if (record := option.get_help_record(ctx)) is not None]:
-                with formatter.section(group):
-                    formatter.write_dl(records)
-
-    def _hint(self, option: str) -> str | None:
-        """What replaces an option of another engine."""
-        name = SHORT_OPTIONS.get(option, option).lstrip("-").replace("-", "_")
-        if name in SAMPLING_OPTIONS:
-            flag = f"--{SAMPLING_OPTIONS[name].replace('_', '-')}"
-            own = any(flag in parameter.opts for parameter in self.params)
-            return f"use {flag}" if own else f"each request brings its own {SAMPLING_OPTIONS[name]}; omit it"
-        if any(param.name in ("words", "markdown") for param in self.params):  # run and chat
-            if name == "prompt":
-                return "the prompt is the last word: quire run PROMPT, in quotes"
-            if name in PROMPT_OPTIONS:
-                return PROMPT_OPTIONS[name]
-        return foreign_hint(name, as_flags=True)
-
-
-class ServeCommand(QuireCommand):
-    """It says how several models are served."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            if error.message.startswith("Got unexpected extra argument"):
-                ctx.fail(
-                    f"{error.message.rstrip('.')}. Several models are tables [models.NAME] of a file: --config FILE."
-                )
-            raise
-
-
-def _as_written(option: str, words: list[str]) -> str:
-    """click reads -ngl as -n, -g and -l: the word that the user wrote."""
-    if option.startswith("--"):
-        return option
-    return next((word for word in words if word.startswith(option) and word.partition("=")[0] in SHORT_OPTIONS), option)
-
-
-def _value_of(option: str, words: list[str], missing: str) -> str:
-    for i, word in enumerate(words):
-        if word.startswith(f"{option}="):
-            return word.removeprefix(f"{option}=")
-        if word == option and i + 1 < len(words):
-            return words[i + 1]
-    return missing
-
-
-class QuireGroup(click.Group):
-    """A group that suggests the nearest name for a mistyped subcommand."""
-
-    command_class = QuireCommand
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            others = OTHER_COMMANDS if ctx.parent is None else OTHER_BENCH_COMMANDS
-            if args[0] in others:
-                ctx.fail(f"There is no command {args[0]!r}: {others[args[0]]}.")
-            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
-            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(shown)}."
-            ctx.fail(f"There is no command {args[0]!r}.{hint}")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # click would say "Aborted!", with status 1
-            print("\nInterrupted.", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
-
-
-class BenchGroup(QuireGroup):
-    """Imports its larger commands when one of them is asked for: their options take longer than all others."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        self._load()
-        return super().list_commands(ctx)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.commands:
-            self._load()
-        return super().get_command(ctx, cmd_name)
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except click.NoSuchOption as error:
-            if (hint := OTHER_BENCH_OPTIONS.get(error.option_name.replace("_", "-"))) and error.ctx is not None:
-                error.ctx.fail(f"There is no {error.option_name} here: {hint}.")
-            raise
-
-    def _load(self) -> None:
-        from quire.cli.bench import COMMANDS
-
-        for command in COMMANDS:
-            self.add_command(command)
 
 
 def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -225,6 +65,36 @@ def app() -> None:
     """
 
 
+def _complete_file(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
+    return [CompletionItem(typed, type="file")]
+
+
+@add_completion_class
+class BashCompletion(BashComplete):
+    """bash ends a word at a colon and at an equals sign, and puts a completion where the last part begins. It takes a
+    completion with a space for two."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, last = super().get_completion_args()
+        words: list[str] = []
+        for word in (*args, last):
+            if words and words[-1].startswith("--") and word == "=" and word is not last:
+                continue
+            if words and (word == ":" or words[-1].endswith(":")):
+                words[-1] += word
+            else:
+                words.append(word)
+        self._begun = words[-1].removesuffix(last) if last != ":" else words[-1]
+        return words[:-1], words[-1]
+
+    def format_completion(self, item: "CompletionItem[str]") -> str:
+        item.value = item.value.removeprefix(self._begun)
+        return super().format_completion(item)
+
+    def complete(self) -> str:
+        return "\n".join(line for line in super().complete().split("\n") if not any(map(str.isspace, line)))
+
+
 def main() -> None:
     """The console script. An error that a user can cause ends in one sentence, not in a traceback."""
     open_streams()
@@ -237,7 +107,7 @@ def main() -> None:
 
 
 @app.command()
-@click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"')
+@click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"', shell_complete=complete_model)
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest completion.")
 @click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompt.")
 @remote_options
@@ -263,7 +133,7 @@ def run(ctx: click.Context, /, words: tuple[str, ...], **given: object) -> None:
 
 
 @app.command()
-@click.argument("model", required=False)
+@model_argument
 @click.option("--max-tokens", type=int, help="Longest reply. Default: the rest of the context.")
 @click.option("--system", help="A system message.")
 @click.option("--markdown/--no-markdown", default=None,
@@ -302,7 +172,7 @@ def _reply_model(ctx: click.Context, model: str | None, *, report: bool) -> "Rep
 
 
 @app.command(epilog=_VARIABLES, cls=ServeCommand)
-@click.argument("model", required=False)
+@model_argument
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", is_eager=True,
               expose_value=False, callback=load_config, help="TOML file of options.")  # fmt: skip
 @click.option("--print-config", is_flag=True, help="Print all options in force as such a file, and exit.")
@@ -325,16 +195,17 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
 
     check_address(host, given)
     with stops_on_sigterm():
-        with loading_status():
+        with loading_status("Stopped.", 0):
             from quire.cli.serve import serve as work
 
         work(model, host, port, given, tables)
 
 
 @app.command()
-@click.argument("source", metavar="INPUT.jsonl")
-@click.argument("model", required=False)
-@click.option("-o", "--output", "target", required=True, metavar="OUTPUT.jsonl", help="Output file; - is stdout.")
+@click.argument("source", metavar="INPUT.jsonl", shell_complete=_complete_file)
+@model_argument
+@click.option("-o", "--output", "target", required=True, metavar="OUTPUT.jsonl", help="Output file; - is stdout.",
+              shell_complete=_complete_file)  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(1), help="Concurrent requests. Default: enough to fill the engine.")
 @batch_options
 @engine_options
@@ -362,7 +233,7 @@ def list_models(as_json: bool) -> None:
 
 
 @app.command()
-@click.argument("model", required=False)
+@model_argument
 @hub_options
 def pull(model: str | None, revision: str | None, token: str | None) -> None:
     """Download a model and print its path. What was interrupted is resumed.
@@ -376,7 +247,7 @@ def pull(model: str | None, revision: str | None, token: str | None) -> None:
 
 
 @app.command()
-@click.argument("model", required=False)
+@model_argument
 @click.option("--verify", is_flag=True, help="Read all files and compare their checksums.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -391,7 +262,7 @@ def show(model: str | None, verify: bool, revision: str | None, as_json: bool) -
 
 
 @app.command()
-@click.argument("names", nargs=-1, required=True, metavar="MODEL…")
+@click.argument("names", nargs=-1, required=True, metavar="MODEL…", shell_complete=complete_model)
 def rm(names: tuple[str, ...]) -> None:
     """Remove downloaded models, by the names that quire list shows; from the hub's cache for other programs, too."""
     from quire.cli import models as work
@@ -474,7 +345,8 @@ def bench() -> None:
 
 
 @bench.command("overhead")
-@click.option("--model", help="A path, a short name or a hub id. Default: the default model.")
+@click.option("--model", shell_complete=complete_model,
+              help="A path, a short name or a hub id. Default: the default model.")  # fmt: skip
 @click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Concurrent streams.")
 @click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each stream.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Repetitions, interleaved.")

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from quire.catalog.locate import find_model
-from quire.catalog.store import models_folder
+from quire.catalog.locate import find_model, names_here, paths_beginning
+from quire.catalog.names import SHORT_NAMES
+from quire.catalog.store import hub_folder, models_folder, present
 from quire.config import EngineConfig, check_names, foreign_value_hint, parse_size, setting_of
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
-from quire.core.speculative import SPECULATIVE_VALUES, is_speculative
+from quire.core.speculative import SPECULATIVE, SPECULATIVE_VALUES, is_speculative, parse_sources
 from quire.formats.checkpoint import GenerationDefaults
 
 if TYPE_CHECKING:
@@ -112,10 +114,38 @@ class SettingChoice(click.Choice):  # type: ignore[type-arg]  # generic only in 
             self.fail(f"{error.message.rstrip('.')}: {hint}.", param, ctx)
 
 
+def complete_model(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
+    """For shells: the models with short names, those on this machine, and paths. Not the second word of `quire run`."""
+    if param.name == "words" and ctx.params.get("words"):
+        return []
+    folder, removes = models_folder(), param.name == "names"  # of quire rm
+    known = [model for model in SHORT_NAMES if not removes or present(model, folder)]
+    unlisted = {Path(model.file_name).stem for model in SHORT_NAMES}  # they have their short names
+    names = [name for model in known for name in (model.name, *model.aliases)]
+    names += [name for name in names_here(folder, hub_folder()) if name not in unlisted]
+    found = [name for name in names if name.startswith(typed)] + ([] if removes else paths_beginning(typed))
+    while len(found) == 1 and found[0].endswith("/") and (inside := paths_beginning(found[0])):
+        found = inside  # a shell ends the word of a single completion
+    return found
+
+
+model_argument = click.argument("model", required=False, shell_complete=complete_model)
+
+
 class DraftsType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
     """Where drafts come from: `off`, `ngram`, `draft:MODEL`, `ngram+draft:MODEL` and others."""
 
     name = "drafts"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        values = [value for value in (*SPECULATIVE, "draft:", "eagle:") if value.startswith(incomplete)]
+        if len(values) == 1 and values[0].endswith(":"):
+            incomplete = values[0]
+        model = parse_sources(incomplete).model
+        if incomplete.find(":") < 0 or model is None:
+            return [CompletionItem(value) for value in values]
+        behind = incomplete.removesuffix(model)
+        return [CompletionItem(behind + name) for name in complete_model(ctx, param, model)]
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not is_speculative(value):
@@ -537,29 +567,3 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a parent package
         return False
-
-
-# Short options of llama.cpp and SGLang, by their long names.
-SHORT_OPTIONS = {
-    "-ngl": "n_gpu_layers", "-c": "ctx_size", "-np": "parallel", "-t": "n_threads", "-b": "n_batch", "-ub": "n_batch",
-    "-fa": "flash_attn", "-hf": "hf_repo", "-n": "n_predict", "-tp": "tp_size", "-dp": "dp_size",
-    "-cb": "cont_batching", "-tb": "n_threads", "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-a": "alias",
-    "-md": "model_draft", "-ts": "tensor_split", "-mg": "main_gpu", "-p": "prompt", "-f": "file", "-j": "json_schema",
-    "-cnv": "conversation", "-no-cnv": "no_conversation", "-i": "interactive", "-sys": "system_prompt",
-}  # fmt: skip
-# Sampling options of other engines: flags of run and chat, fields of requests elsewhere.
-SAMPLING_OPTIONS = {
-    "temp": "temperature", "n_predict": "max_tokens", "num_predict": "max_tokens", "predict": "max_tokens",
-    "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
-_SHAPED = "requests of the API bring response_format, and SamplingParams takes json, regex, choice or grammar; omit it"
-_SAMPLERS = "there are --temperature, --top-p, --top-k and --min-p; omit it"
-_PRINTED = "the text is printed as it is generated; omit it"
-# Options of llama.cpp's and Ollama's programs for a prompt or a chat.
-PROMPT_OPTIONS = {
-    "file": "quire run - < FILE reads the prompt from stdin", "conversation": "use quire chat",
-    "interactive": "use quire chat", "system": "use quire chat --system", "system_prompt": "use quire chat --system",
-    "no_conversation": "quire run continues the text, and quire chat answers; omit it", "stream": _PRINTED,
-    "no_stream": _PRINTED, "json": _SHAPED, "json_schema": _SHAPED, "format": _SHAPED, "grammar": _SHAPED,
-    "grammar_file": _SHAPED, "mirostat": _SAMPLERS, "typical": _SAMPLERS, "image": "the model reads text only; omit it",
-}  # fmt: skip

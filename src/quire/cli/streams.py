@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -87,8 +88,9 @@ def stops_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def loading_status() -> Iterator[None]:
-    """A spinner on a terminal while large libraries are imported."""
+def loading_status(interrupted: str = "Interrupted.", status: int = INTERRUPTED) -> Iterator[None]:
+    """A spinner on a terminal while large libraries are imported. An interrupt ends the process: what is half imported
+    may lose an exception (torch then runs without numpy) or turn it into another."""
     with ExitStack() as stack:
         if sys.stderr.isatty():
             from quire.cli.console import err
@@ -96,4 +98,27 @@ def loading_status() -> Iterator[None]:
             if err.is_terminal:
                 stack.enter_context(err.status("starting"))
         stack.enter_context(gc_frozen_imports())
+        stack.enter_context(_ended_by_signals(interrupted, status))
         yield
+
+
+@contextmanager
+def _ended_by_signals(said: str, status: int) -> Iterator[None]:
+    """SIGINT and SIGTERM, where they would interrupt the block, end the process with this line and status."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        clear = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the spinner's line, its hidden cursor
+        os.write(2, f"{clear}{said}\n".encode())
+        os._exit(status)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
