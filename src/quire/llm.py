@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Integral
 from typing import Unpack, cast
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from rich.console import Console
@@ -45,6 +45,7 @@ Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
 _MAX_DIGITS = 18  # of a request's number
+_NUM_UNREAD = 64  # deltas of a stream that other threads' steps left unread: its reader may be gone. Never tuned.
 
 
 class LLM:
@@ -83,6 +84,7 @@ class LLM:
         self._built: BuiltEngine | None = built
         self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
         self._abandoned: deque[RequestState] = deque()
+        self._looked_for: WeakSet[DeltaStream | PendingOutputs] = WeakSet()  # were here at the last collection
         self._format: ModelFormat | None = None
         self._in_errors = in_errors
 
@@ -251,6 +253,11 @@ class LLM:
         if min(tokens, default=0) < 0:
             wrong = listed[next(i for i, token in enumerate(tokens) if token < 0)]
             raise InvalidPrompt(f"detokenize takes a list of token ids, not {shown(wrong)}.", param="token_ids")
+        largest, num_ids = max(tokens, default=0), self.built.checkpoint.spec.vocab_size
+        if largest >= num_ids:
+            raise InvalidPrompt(
+                f"There is no token {shown(largest)}: this model's ids run from 0 to {num_ids - 1}.", param="token_ids"
+            )
         return self.get_tokenizer().decode(tokens, skip_special_tokens)
 
     def score(
@@ -413,10 +420,20 @@ class LLM:
                 return
             while self._abandoned:
                 self._abort([self._abandoned.popleft()])
+            unread = False
             for delta in client.step():
                 other = self._readers.get(delta.request_id)
                 if other is not None:
                     other.put(delta)
+                    unread = unread or (other.num_unread >= _NUM_UNREAD and other not in self._looked_for)
+            if unread:
+                self._collect_streams()
+
+    def _collect_streams(self) -> None:
+        """Drop streams that only garbage refers to, such as the frames that a web framework leaves in a cycle. Once for
+        the streams that are open: a collection of a large heap takes long."""
+        gc.collect()
+        self._looked_for.update(self._readers.values())
 
     def _abort(self, states: list[RequestState]) -> None:
         for state in states:

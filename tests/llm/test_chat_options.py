@@ -136,12 +136,19 @@ def test_wrong_constraints_are_refused_in_words(given, words):
         ("guided_decoding", "use json, regex, choice or grammar"), ("structured_outputs", "use json, regex"),
         ("max_new_tokens", "use max_tokens"), ("repeat_penalty", "use repetition_penalty"), ("num_beams", "beam_width"),
         ("temprature", "did you mean temperature\\?"), ("zzz", "help"),
+        ("priority", "keyword of generate, chat"), ("cache_salt", "keyword of generate"),
     ],
 )  # fmt: skip
 def test_keywords_of_other_engines_get_a_hint(name, words):
     with pytest.raises(TypeError, match=words) as raised:
         SamplingParams(**{name: 1})
     assert isinstance(raised.value, QuireError) and name in str(raised.value)
+
+
+@pytest.mark.parametrize(("keyword", "words"), [("tools", "chat takes it"), ("system", '"role": "system"')])
+def test_keywords_of_chats_get_a_hint(llm, keyword, words):
+    with pytest.raises(TypeError, match=words):
+        llm.stream_chat([{"role": "user", "content": "hi"}], **{keyword: []})
 
 
 def test_scores_are_cosines_of_embeddings(llm):
@@ -157,6 +164,8 @@ def test_tokens_and_back(llm):
     for wrong in ("text", [1, "2"], [-1], 5.5):
         with pytest.raises(QuireError, match="detokenize takes a list of token ids, not "):
             llm.detokenize(wrong)  # type: ignore[arg-type]
+    with pytest.raises(QuireError, match=r"no token 1000000: this model's ids run from 0 to \d+\."):
+        llm.detokenize([1, 1_000_000])
     for pair in ((1, "a"), ("a", ["b", 2]), (None, None)):
         with pytest.raises(QuireError, match=r"text_[12] must be a text or a list of texts, not "):
             llm.score(*pair)  # type: ignore[arg-type]

@@ -169,3 +169,45 @@ def test_a_stream_garbage_collected_during_a_step_affects_no_other(tiny_folder, 
         gc.unfreeze()
         gc.enable()
     drain(llm)
+
+
+class Garbage:
+    """What a web framework leaves of a request whose client has gone: a cycle that holds its generator."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.me = self
+        self.pieces = (delta.text for delta in llm.stream("left", ENDLESS))
+        next(self.pieces)
+
+
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def test_a_stream_that_its_reader_has_left_is_let_go(llm, monkeypatch):
+    """Without its garbage being collected by Python, and long before its last token."""
+    collections = []
+    monkeypatch.setattr(gc, "collect", lambda collect=gc.collect: collections.append(collect()))
+    gc.disable()
+    gc.freeze()
+    try:
+        for _ in range(3):
+            Garbage(llm)
+        kept = llm.stream("kept", ENDLESS)
+        llm.generate("beside", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+        assert len(collections) == 1  # for all of them: a collection takes long
+        assert list(llm._readers.values()) == [kept]
+        assert llm.built.engine.scheduler.num_running == 1
+        llm.generate("beside", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+        assert len(collections) == 1
+        assert len(list(kept)) == 400
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    drain(llm)
+
+
+def test_the_end_of_a_with_aborts_a_stream(llm):
+    with llm.stream("within", ENDLESS) as stream:
+        next(stream)
+    drain(llm)
+    assert list(stream) == []

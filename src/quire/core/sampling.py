@@ -80,6 +80,7 @@ class UnknownParameter(InvalidParameter, TypeError):
 
 
 _STRUCTURED = "use json, regex, choice or grammar"
+_OF_REQUEST = "it is a keyword of generate, chat, stream and stream_chat"
 _NO_BEAMS = "use use_beam_search=True with beam_width"
 # Keywords of vLLM, transformers and llama-cpp-python that `SamplingParams` does not have, and what replaces each.
 _FOREIGN = {
@@ -97,6 +98,7 @@ _FOREIGN = {
     "logits_processors": "use logit_bias, bad_words, allowed_token_ids or a grammar", "logits_processor":
     "use logit_bias, bad_words, allowed_token_ids or a grammar", "truncate_prompt_tokens": "cut the token ids",
     "typical_p": "use top_p or min_p", "mirostat_mode": "use top_p or min_p", "tfs_z": "use top_p or min_p",
+    **dict.fromkeys(("priority", "tenant", "cache_salt", "timeout_s"), _OF_REQUEST),
     "stream": "use LLM.stream", "echo": "the prompt is in the output: RequestOutput.prompt",
 }  # fmt: skip
 

@@ -91,6 +91,10 @@ class PendingOutputs:
     def ready(self) -> bool:
         return not self._pending
 
+    @property
+    def num_unread(self) -> int:
+        return 0  # read at once
+
     def put(self, delta: Delta) -> None:
         """A delta of one of the requests, from the thread that stepped the engine."""
         self.num_tokens += len(delta.token_ids)
@@ -100,7 +104,7 @@ class PendingOutputs:
 
 
 class DeltaStream(Iterator[Delta]):
-    """The deltas of a request, in order. Closing or dropping it aborts the request."""
+    """The deltas of a request, in order. Closing or dropping it aborts the request, as does the end of a `with`."""
 
     def __init__(
         self,
@@ -115,8 +119,18 @@ class DeltaStream(Iterator[Delta]):
         self._abandoned = abandoned  # requests that the next step must abort
         self._unread: deque[Delta] = deque()
 
+    def __enter__(self) -> "DeltaStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def put(self, delta: Delta) -> None:
         self._unread.append(delta)
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
 
     @property
     def ready(self) -> bool:

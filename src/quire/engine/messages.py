@@ -69,6 +69,10 @@ def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> Requ
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
             if name == "use_tqdm":
                 instead = "use progress=True or False" if with_progress else "no bar is drawn here; omit it"
+            elif name in ("tools", "tool_choice"):
+                instead = "chat takes it, and returns the calls when the answer is whole"
+            elif name == "system":
+                instead = 'write a message: {"role": "system", "content": …}'
             elif name in SamplingParams.__dataclass_fields__:
                 instead = f"it goes into the sampling parameters: SamplingParams({name}=…)"
             raise TypeError(f"There is no parameter {name}; {instead}.")
