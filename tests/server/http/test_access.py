@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from quire.server.http.access import AccessOptions
 from quire.server.http.auth import ADMIN, KeyRing
+from quire.server.http.errors import sanitized
 from quire.server.http.logs import JsonLines
 from quire.server.http.middleware import METHODS
 from quire.server.http.request_context import OTHER
@@ -307,6 +308,13 @@ def test_anthropic_errors_have_their_own_shape_and_no_machine_paths(holder: http
     assert len(response.content) < 4096
     refused = httpx.post(f"{holder.base_url}/v1/messages", json={}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_a_path_of_this_machine_ends_before_the_full_stop() -> None:
+    assert (
+        sanitized("There is none at /home/me/a.gguf. Use /tmp/b, or /opt.")
+        == "There is none at a path. Use a path, or a path."
+    )
 
 
 def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Client, server: RunningServer) -> None:

@@ -154,6 +154,15 @@ def test_open_webui_as_with_openai(http: httpx.Client) -> None:
           "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "num_ctx": 1 << 20,
           "num_gpu": 99, "mirostat": 0, "typical_p": 1.0}, "stop", "o"),
         ({"num_predict": 1 << 20, "stop": ["n and"], "repeat_last_n": 0}, "stop", "o"),
+        # What clients send that means nothing.
+        ({"stop": ["", "n and"], "mirostat": False, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "tfs_z": 1,
+          "typical_p": 2, "penalize_newline": False, "num_keep": 24, "num_batch": 512, "num_thread": 8, "main_gpu": 0,
+          "low_vram": False, "f16_kv": True, "vocab_only": False, "use_mmap": None, "use_mlock": False, "numa": False},
+         "stop", "o"),
+        ({"stop": "", "num_predict": 3, "mirostat": 0.0, "penalize_newline": True, "repeat_last_n": 64}, "length",
+         "on and on"),
+        ({"stop": [""], "num_predict": 3, "penalize_newline": False, "repeat_penalty": 1.2, "repeat_last_n": 0},
+         "length", "on and on"),
     ],
 )  # fmt: skip
 def test_options(http: httpx.Client, options: dict[str, Any], reason: str, text: str) -> None:
@@ -281,6 +290,26 @@ def test_the_models(http: httpx.Client) -> None:
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context is not served here; send the conversation"),
         ("/api/chat", {"messages": user("x"), "options": {"temperature": 9}}, 400, "options.temperature must be"),
         ("/api/chat", {"messages": user("x"), "options": {"mirostat": 2}}, 400, "options.mirostat is not served here"),
+        (
+            "/api/chat",
+            {"messages": user("x"), "options": {"mirostat": 1.0}},
+            400,
+            "is not served here; use options.top_p",
+        ),
+        ("/api/chat", {"messages": user("x"), "options": {"tfs_z": 0.5}}, 400, "options.tfs_z is not served here"),
+        (
+            "/api/chat",
+            {"messages": user("x"), "options": {"typical_p": 0}},
+            400,
+            "options.typical_p is not served here",
+        ),
+        (
+            "/api/chat",
+            {"messages": user("x"), "options": {"penalize_newline": False, "presence_penalty": 1}},
+            400,
+            "options.penalize_newline is not served here; penalties count newlines",
+        ),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, 400, "system has no place in a raw prompt"),
         ("/api/chat", {"messages": user("x"), "format": "xml"}, 400, "format is 'xml'"),
         ("/api/chat", {"messages": user("x"), "format": [1]}, 400, "format is [1]"),
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role is 'king'"),

@@ -79,7 +79,9 @@ CLIENT_LEFT = 499  # never sent; the status in logs for a client that disconnect
 _MAX_MESSAGE_BYTES = 3000  # as JSON; a body stays below 4 kB
 _MAX_CHARACTER_BYTES = 6  # per character, as JSON
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_MACHINE_PATH = re.compile(r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/[^\s'\",;:)]*")
+_MACHINE_PATH = re.compile(  # without the full stop of its sentence
+    r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/(?:[^\s'\",;:)]*[^\s'\",;:).])?"
+)
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",

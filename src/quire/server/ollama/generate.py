@@ -64,9 +64,10 @@ class OllamaOptions(Struct, kw_only=True):
     repeat_last_n: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    penalize_newline: bool | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
-    mirostat: int | None = None
+    mirostat: float | bool | None = None
 
 
 class OllamaFunction(Struct, kw_only=True):
@@ -150,19 +151,25 @@ def check_name(model: ServedModel, name: str | None) -> str:
 
 def sampling_fields(options: OllamaOptions) -> dict[str, Json]:
     """The options under the names of `SamplingBody`."""
-    neutral = {"typical_p": (None, 1), "tfs_z": (None, 1), "mirostat": (None, 0)}
-    for name, values in neutral.items():
-        if getattr(options, name) not in values:
-            where = f"options.{name}"
-            raise InvalidParameter(f"{where} is not served here; use top_p or min_p.", param=where)
     penalty = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
+    penalties = (1.0 if penalty is None else penalty) != 1, options.presence_penalty, options.frequency_penalty
+    wanted = {
+        "typical_p": options.typical_p is not None and options.typical_p < 1,
+        "tfs_z": options.tfs_z is not None and options.tfs_z < 1,
+        "mirostat": bool(options.mirostat),  # without it, mirostat_tau and mirostat_eta mean nothing
+        "penalize_newline": options.penalize_newline is False and any(penalties),
+    }
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
+        where = f"options.{name}"
+        instead = "penalties count newlines, too; omit it" if name == "penalize_newline" else "use top_p or min_p"
+        raise InvalidParameter(f"{where} is not served here; {instead}.", param=where)
     return {
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,
         "min_p": options.min_p,
         "seed": None if options.seed == -1 else options.seed,
-        "stop": options.stop,
+        "stop": [text for text in options.stop if text] if isinstance(options.stop, list) else options.stop or None,
         "repetition_penalty": penalty,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
@@ -288,6 +295,8 @@ def _check(body: OllamaGenerateBody) -> None:
     for name, instead in refused.items():
         if getattr(body, name):
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
+    if body.raw and body.system:
+        raise InvalidParameter("system has no place in a raw prompt; put it into prompt or omit raw.", param="system")
     if body.images:
         raise InvalidPrompt("images are not served here: this model reads text only.", param="images")
 
