@@ -91,7 +91,7 @@ def test_a_refused_request_is_a_failure_with_its_reason(quire: Shell, server: Lo
     [
         ((), "--url"),
         (("--simulate", "--url", "http://127.0.0.1:1"), "--simulate"),
-        (("--url", "http://127.0.0.1:9"), "No server answers at http://127.0.0.1:9/v1/models"),
+        (("--url", "http://127.0.0.1:9"), "No server answers at http://127.0.0.1:9/v1/models: Connection refused."),
         (("--url", "ftp://here"), "not an address"),
         (("--url", "http://here:port"), "not an address"),
         (("--simulate", "--scale", "2", "--rate", "2"), "not both"),

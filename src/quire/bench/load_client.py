@@ -77,6 +77,7 @@ def _first_model(server: TargetServer) -> str:
         raise ConfigError(f"{url} answered {error.code}.{hint}", param="url") from None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
+        reason = getattr(reason, "strerror", None) or reason
         raise ConfigError(f"No server answers at {url}: {reason}.", param="url") from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise ConfigError(f"{url} lists no model. Name one with --model.", param="url") from None
