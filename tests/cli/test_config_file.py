@@ -150,7 +150,7 @@ def test_several_models_have_options_of_their_own(quire: Shell, tmp_path: Path) 
         ("[models.a]\npinned=true\n[models.b]", ("--models-max", "1"), "1 models are pinned: 2 is the least"),
         ("[models.a]\n[models.b]", ("--models-memory", "1GiB"), "the largest other one take about"),
         ("[models.a]\n[models.b]\nserved-model-name='a'", (), "Two models have the name 'a'"),
-        ("[models.a]\nmodel='/nowhere'", (), "/nowhere"),
+        ("[models.a]\nmodel='/nowhere'", (), "quire: [models.a]: There is no file or folder /nowhere"),
     ],
 )
 def test_models_that_can_never_be_loaded_are_refused(

@@ -145,6 +145,18 @@ def test_the_operator_sees_and_ends_requests_of_all_models(tmp_path: Path) -> No
         assert answer(ask(client, "a")) == "I am a."
 
 
+def test_an_explanation_is_gone_with_its_engine(tmp_path: Path) -> None:
+    with (
+        several_here(tmp_path, "--admin-key", "boss", a={}, b={}) as server,
+        server.client(headers={"authorization": "Bearer boss"}) as boss,
+    ):
+        request_id = ask(boss, "a").headers["x-quire-request-id"]
+        assert boss.get(f"/requests/{request_id}/explain").json()["model"] == "a"
+        answer(ask(boss, "b"))
+        gone = boss.get(f"/requests/{request_id}/explain")
+    assert gone.status_code == 404 and "The model 'a' was unloaded" in gone.json()["error"]["message"]
+
+
 def test_two_models_under_load_take_turns_and_lose_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_router, "TURN_S", 0.0)
     names = [name for _ in range(12) for name in ("a", "b", "b", "a", "a", "b")]

@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,7 +190,8 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
         print(f"quire: {warning}", file=sys.stderr)
     tables = read_tables(ctx)
     for table in tables if model is None else ():  # a model beside them is refused below
-        check_model(table.given["model"], table.given)
+        with _named(table.name):
+            check_model(table.given["model"], table.given)
     if not tables:
         check_model(model, given)
     from quire.cli.serve_checks import check_address
@@ -199,6 +202,16 @@ def serve(ctx: click.Context, /, model: str | None, host: str, port: int, **give
             from quire.cli.serve import serve as work
 
         work(model, host, port, given, tables)
+
+
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Of several models, an error says whose it is."""
+    try:
+        yield
+    except QuireError as error:
+        error.message = f"[models.{model}]: {error.message}"
+        raise
 
 
 @app.command()

@@ -363,6 +363,11 @@ async def explain(server: RoutedServer, request: Request) -> Response:
     request_id = request.path_params["request_id"]
     slot = _slot_of(server.router, request_id)
     numbers = slot.server.engine.numbers_of(request_id)
+    if slot.status in (ModelStatus.UNLOADED, ModelStatus.UNLOADING):
+        raise UnknownRequest(
+            f"The model {shown(slot.name)} was unloaded, and its engine's record of this request with it.",
+            param="request_id",
+        )
     events = [await slot.server.engine.query("explain", number) for number in numbers]
     body = {"id": request_id, "model": slot.name, "requests": [msgspec.Raw(each) for each in events]}
     return json_response(body)

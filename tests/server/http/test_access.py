@@ -311,10 +311,7 @@ def test_anthropic_errors_have_their_own_shape_and_no_machine_paths(holder: http
 
 
 def test_a_path_of_this_machine_ends_before_the_full_stop() -> None:
-    assert (
-        sanitized("There is none at /home/me/a.gguf. Use /tmp/b, or /opt.")
-        == "There is none at a path. Use a path, or a path."
-    )
+    assert sanitized("None at /home/me/a.gguf. Use /tmp/b, or /opt/c.") == "None at a path. Use a path, or a path."
 
 
 def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Client, server: RunningServer) -> None:
