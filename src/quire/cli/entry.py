@@ -1,5 +1,5 @@
 """The entry point of the console script. Its first statement makes Ctrl-C end the process at once: an interrupt while
-Python imports would show a traceback, or be turned into another error by the module that is imported."""
+modules are imported would show a traceback, or become another error. What comes before is Python's own start."""
 
 import _signal  # type: ignore[import-not-found]  # built in: `signal` would first import enum, re's largest part
 import os
