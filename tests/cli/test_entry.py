@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_windows_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsy
         main()
     said = capsys.readouterr().err
     assert (end.value.code, said.count("\n")) == (2, 1) and "WSL 2" in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(ImportError, match="WSL 2"):
         getattr(quire, "LLM")  # noqa: B009  # as `from quire import LLM` does
 

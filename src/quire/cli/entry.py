@@ -5,6 +5,10 @@ import _signal  # type: ignore[import-not-found]  # built in: `signal` would fir
 import os
 import sys
 
+TYPE_CHECKING = False  # as type checkers read it, without typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
@@ -17,6 +21,18 @@ def main() -> None:
     handled = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # not so in the background of a script
     if handled:
         _signal.signal(_signal.SIGINT, _end_at_once)
+    try:
+        try:
+            work = _import_commands()
+        finally:
+            if handled:
+                _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+        work()
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _import_commands() -> "Callable[[], None]":
     from quire import NOT_ON_WINDOWS
 
     if sys.platform == "win32":
@@ -25,10 +41,5 @@ def main() -> None:
     from quire.core.process import gc_frozen_imports
 
     with gc_frozen_imports():
-        from quire.cli.main import main as work
-    try:
-        if handled:
-            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-        work()
-    except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
+        from quire.cli.main import main
+    return main
