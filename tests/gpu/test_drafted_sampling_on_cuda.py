@@ -8,8 +8,8 @@ import torch
 
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import select_kernels
+from quire.runner.captured_steps import CapturedSteps
 from quire.runner.device_drafting import DeviceDrafting
-from quire.runner.model_runner import ModelRunner
 from tests.runner.drafted_requests import Kernels, Said, all_wishes, assert_same, say
 
 VOCAB = 2500  # more than one tile of the kernels
@@ -68,7 +68,7 @@ def test_no_step_with_drafts_waits_for_the_device(
 
         return call
 
-    for owner, name in ((ModelRunner, "_sample_verified"), (DeviceDrafting, "make")):
+    for owner, name in ((CapturedSteps, "_sample_verified"), (DeviceDrafting, "make")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     drafted = say(WISHES, kernels, vocab_size=VOCAB, foretold=truth.texts, depth=1)
     assert_same(drafted, truth)

@@ -319,8 +319,9 @@ def new_runner(hopper: HopperPrefill | None = None, gemm: HopperGemm | None = No
 def found(runner: ModelRunner) -> dict[str, object]:
     few = variants_of(runner.dry_run)
     wanted = shapes_to_capture(48, 4096)
-    runner._representative = [*wanted.first, *wanted.later]
-    runner._model.truncated = lambda: runner._model
+    runner._captured.representative = [*wanted.first, *wanted.later]
+    model = runner._captured.model
+    model.truncated = lambda: model
     return {"few": few, "all": variants_of(runner.dry_run), "chosen at length": variants_of(partial(choose, runner))}
 
 

@@ -340,8 +340,8 @@ def test_a_busy_server_captures_what_its_steps_lack_between_them(monkeypatch: py
         model, stores, max_rows=5, max_length=128, row_kernels=REFERENCE_ROW_KERNELS, max_step_tokens=24,
         capture_share=0.15,
     )  # fmt: skip
-    assert runner._graphs is not None
-    runner._graphs._policy = CapturePolicy(0.15, clock)
+    assert runner._captured is not None
+    runner._captured.graphs._policy = CapturePolicy(0.15, clock)
     for _ in range(3):  # two decodes, and a step with chunks
         runner.prepare()
     assert runner.step_times() is not None

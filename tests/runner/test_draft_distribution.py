@@ -27,8 +27,7 @@ from quire.kv.manager import KVManager
 from quire.models.eagle_head import EagleHead, EagleWeights
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
-from quire.runner.draft_features import DraftFeatures, feature_geometry
-from quire.runner.draft_model import DraftModelConfig
+from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
 from quire.runner.drafters import drafters_of
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner

@@ -20,8 +20,7 @@ from quire.models.decoder import Decoder
 from quire.models.eagle_head import EagleHead, EagleWeights
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
-from quire.runner.draft_features import DraftFeatures, feature_geometry
-from quire.runner.draft_model import DraftModelConfig
+from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
 from quire.runner.kv_store import new_store
 from quire.runner.warmup import time_steps, warm_up
 from quire.weights.eagle_weights import load_eagle_weights

@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import NO_DRAFTS, Drafts, FinishedRow, FinishReason, Masks, PromptLogprobs, StepLost, StepResult
+from quire.core.step import (
+    NO_DRAFTS,
+    Drafts,
+    FinishedRow,
+    FinishReason,
+    Masks,
+    PromptLogprobs,
+    StepLost,
+    StepPlan,
+    StepResult,
+)
 from quire.runner.batch import PooledRows, PromptScoring
-from quire.runner.device_drafting import VerifiedRows
+from quire.runner.device_drafting import MaskedDrafts, VerifiedRows
+from quire.runner.drafters import Drafted
 from quire.runner.verification import SampledPasses, SampledTokens, finish_reason, verified
 from quire.sampling.logprobs import RowCandidates, Scores
 
@@ -27,6 +38,16 @@ class PendingTokens:
 
 
 Sampling = SampledTokens | SampledPasses | VerifiedRows | PendingTokens
+
+
+def sampling_of(plan: StepPlan, choose: Choose, drafted: Drafted | MaskedDrafts | None = None) -> Sampling:
+    """Sample now, or when the masks come, which is before the next forward pass."""
+    if not plan.masked:
+        return choose(None)
+    if isinstance(drafted, MaskedDrafts):
+        return PendingTokens(choose, plan.num_tokens, drafted.wait)
+    known = {} if drafted is None else drafted.of_rows(plan.masked)
+    return PendingTokens(choose, plan.num_tokens, lambda: known)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.core.fault_injection import FaultSite, trip_any
 from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import AppendTokens, ChunkOutput, Grants, RowStart, StepPlan
 from quire.kernels.row_interface import RowColumns, RowState
@@ -50,6 +51,10 @@ class RowTable:
     @property
     def state(self) -> RowState:
         return RowState(self.last_tokens, self.lengths, self.alive, self.history)
+
+    def trip(self, site: FaultSite) -> None:
+        """Faults that are armed for a sequence here occur."""
+        trip_any(site, (start.sequence for start in self.starts.values()))
 
     @property
     def latest(self) -> IntArray:
