@@ -341,8 +341,9 @@ def test_drafters_are_those_asked_for() -> None:
 
 
 def test_drafts_of_a_model_on_a_gpu_are_not_judged_by_what_the_text_says() -> None:
-    """No token tells what the draft model would have drafted."""
-    for drafters, in_hindsight in ((("ngram", "tree"), True), (("draft",), False), (("ngram", "draft"), False)):
+    """No token tells what the draft model, or the head, would have drafted."""
+    of_models = [("draft",), ("ngram", "draft"), ("eagle",), ("tree", "mtp")]
+    for drafters, in_hindsight in ((("ngram", "tree"), True), *((each, False) for each in of_models)):
         policy = build_scheduler._speculation(drafters, captured=True)
         assert (policy.hindsight, policy.max_drafts, policy.max_verified) == (in_hindsight, 7, 512)
 
@@ -352,3 +353,6 @@ def test_a_draft_model_on_a_gpu_takes_workspace() -> None:
     plain, drafting = (resolved(GPU, speculative=each) for each in ("ngram", "ngram+draft:x"))
     each = SPEC.vocab_size + min(SPEC.max_positions, plain.max_model_len)
     assert drafting.workspace_bytes - plain.workspace_bytes == 4 * plain.max_num_seqs * each
+    for name in ("mtp", "ngram+eagle:x"):
+        states = 4 * plain.max_num_batched_tokens * 5 * SPEC.hidden_size  # of four layers, and fused
+        assert resolved(GPU, speculative=name).workspace_bytes == drafting.workspace_bytes + states

@@ -27,6 +27,7 @@ from quire.core.ids import Row, SequenceId
 from quire.core.model import ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
+from quire.formats.eagle_head import dummy_head
 from quire.kernels.gpu import compile_workers, drafts
 from quire.kernels.gpu.activation import act_and_mul
 from quire.kernels.gpu.attention.dispatch import GpuAttention
@@ -41,14 +42,16 @@ from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.row_interface import EndColumns, RowColumns, RowState, Sampled
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
+from quire.models.eagle_head import EagleHead
 from quire.runner.device_draft_model import DeviceDraftModel
 from quire.runner.device_drafting import DraftConfig
-from quire.runner.draft_model import DraftModelConfig
+from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
 from quire.runner.graph_shapes import shapes_to_capture
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.row_params import SamplingBatch
 from quire.weights.allocate import empty_weights
+from quire.weights.eagle_weights import load_eagle_weights
 from tests.tiers import is_long
 
 WINDOWS = (0, 40, 40, 0, 40, 0, 40)
@@ -348,13 +351,21 @@ def choose(runner: ModelRunner) -> None:
             runner._sampler.mask(lines, asking.host_rows, np.arange(len(rows)), masks)
 
 
-def compiled_with_a_draft_model() -> dict[str, object]:
-    """The captured passes of a draft model, and pieces of text."""
+def compiled_with_a_draft_model(what: str) -> dict[str, object]:
+    """The captured passes of a draft model or of a head, and pieces of text."""
     choice = select_kernels("cuda")
     assert choice.draft_kernels is not None
     model, draft = (Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16) for _ in range(2))
     stores = [new_store(each.kv_geometry, 1, 16, META) for each in (model, draft)]
     config = DraftModelConfig(draft, stores[1], 4096, SPEC.vocab_size)
+    if what == "head":
+        checkpoint = dummy_head(SPEC)
+        weights = load_eagle_weights(checkpoint, torch.bfloat16, META)
+        head = EagleHead(checkpoint.spec, weights, choice.kernels, 16, model.embed)
+        geometries = (head.kv_geometry, feature_geometry(head.hidden_size, torch.bfloat16))
+        keys, states = (new_store(each, 1, 16, META) for each in geometries)
+        features = DraftFeatures(model.capture(checkpoint.spec.captured_layers), head.fuse, states)
+        config = DraftModelConfig(head, keys, 4096, SPEC.vocab_size, features)
     runner = ModelRunner(
         model,
         stores[0],
@@ -366,7 +377,7 @@ def compiled_with_a_draft_model() -> dict[str, object]:
     assert isinstance(runner._draft_model, DeviceDraftModel)
     with torch.inference_mode():
         done = compile_launched(partial(runner._draft_model.dry_run, (1, 2, 48)), 2)
-    return {"num_with_a_draft_model": done.num_kernels, "errors_with_a_draft_model": done.errors}
+    return {f"num_with_a_{what}": done.num_kernels, f"errors_with_a_{what}": done.errors}
 
 
 if __name__ == "__main__":
@@ -380,7 +391,8 @@ if __name__ == "__main__":
             | interrupted()
             | left_early()
             | (compiled_for_hopper() | compiled_for_small_gpus() | compiled_with_drafts() if is_long(gpu=True) else {})
-            | (compiled_with_a_draft_model() if is_long(gpu=True) else {})
+            | (compiled_with_a_draft_model("draft_model") if is_long(gpu=True) else {})
+            | (compiled_with_a_draft_model("head") if is_long(gpu=True) else {})
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

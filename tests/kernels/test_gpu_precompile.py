@@ -124,6 +124,12 @@ def test_the_passes_of_a_draft_model_are_compiled(apart: dict[str, Any]) -> None
     assert apart["num_with_a_draft_model"] >= 20, "of its layers, attention with one query and with two, and sampling"
 
 
+@pytest.mark.long(gpu=True)
+def test_the_passes_of_a_head_are_compiled(apart: dict[str, Any]) -> None:
+    assert apart["errors_with_a_head"] == []
+    assert apart["num_with_a_head"] >= 15, "of its layer, attention with one query and with eight, and sampling"
+
+
 @pytest.mark.parametrize(
     "its_kernels", [{"_prefill_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )

@@ -1,23 +1,36 @@
 """EAGLE-3 heads in whole engines: outputs are those without, and drafts are those of a head in plain torch."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
-from quire.core.ids import IntArray
+from quire.core.speculative import DRAFTERS
+from quire.engine import build_draft
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
-from quire.runner.draft_model import DraftModel
-from tests.llm.drafting import always
+from quire.engine.startup import StartupReporter
+from quire.kernels.cpu.torch_kernels import TorchCpuKernels
+from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
+from quire.kernels.select import KernelChoice, select_kernels
+from quire.sched.audit import audit_rest
+from tests.llm.drafting import (
+    BLOCK_TOKENS,
+    CROWDED,
+    NUM_BLOCKS,
+    always,
+    assert_drafts_are_those,
+    note_proposals,
+    on_device,
+)
 from tests.llm.test_speculation import FREE, KINDS, PROMPTS, said
 from tests.llm.tiny import byte_ids, tiny_llama
 from tests.models.eagle_reference import ReferenceHead
-from tests.tiers import choices, examples
+from tests.tiers import choices
 
 SETTINGS = {"dtype": "float32", "quantization": "none"}
 LAYERS = (0, 1, 1)
@@ -36,57 +49,91 @@ def head(reference: ReferenceHead, tmp_path_factory: pytest.TempPathFactory) -> 
     return reference.write(tmp_path_factory.mktemp("head"))
 
 
-Proposal = tuple[list[int], list[int]]  # a text, and its drafts
-
-
-@pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proposal]]:
-    found: list[Proposal] = []
-    propose = DraftModel.propose
-
-    def noting(self: DraftModel, rows: list[int], counts: list[int], texts: list[IntArray]) -> list[IntArray]:
-        drafted = propose(self, rows, counts, texts)  # type: ignore[arg-type]
-        found.extend((text.tolist(), drafts.tolist()) for text, drafts in zip(texts, drafted, strict=True))
-        return drafted
-
-    monkeypatch.setattr(DraftModel, "propose", noting)
-    yield found
+TOKEN_BYTES = (2 * 2 * 2 * 16 + 2 * 2 * 16 + 64) * 4  # keys and values of two layers, and of the head's; a state
 
 
 def test_drafts_are_those_of_the_reference(
-    tiny_folder: Path, reference: ReferenceHead, head: Path, proposals: list[Proposal]
+    tiny_folder: Path, reference: ReferenceHead, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside rows that draft, steps without drafts, prefixes that are found again, and a cache for
-    two of five: preempted and swapped."""
-    settings = SETTINGS | {"max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 128}
-    settings |= {"host_kv_memory": "1MiB", "overcommit": "optimistic"}
-    plain = LLM(str(tiny_folder), kv_cache_memory=12 * 16 * 2 * 2 * 2 * 16 * 4, **settings)
-    token_bytes = (2 * 2 * 2 * 16 + 2 * 2 * 16 + 64) * 4  # keys and values of two layers, and of the head's; a state
-    name = f"eagle:{head}"
-    drafting = LLM(str(tiny_folder), kv_cache_memory=12 * 16 * token_bytes, speculative=name, **settings)
+    settings, size = SETTINGS | CROWDED, NUM_BLOCKS * BLOCK_TOKENS
+    plain = LLM(str(tiny_folder), kv_cache_memory=size * 2 * 2 * 2 * 16 * 4, **settings)
+    drafting = LLM(str(tiny_folder), kv_cache_memory=size * TOKEN_BYTES, speculative=f"eagle:{head}", **settings)
     assert drafting._built.resolved.num_blocks == 12 and drafting._built.resolved.drafters == ("eagle",)
     assert drafting._built.memory.weights > plain._built.memory.weights
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    prompts = [text * 2 for text in PROMPTS]
-    wanted = said(plain.generate(prompts, params))
-    (alone,) = drafting.generate(prompts[0], params)  # steps without drafts, most of them repeated
-    assert said([alone]) == wanted[:1]
-    known = byte_ids(prompts[0]) + list(alone.outputs[0].token_ids)
-    always(drafting).generate([known], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
-    for _ in range(2):
-        assert said(drafting.generate(prompts, params)) == wanted
+    assert_drafts_are_those(reference, plain, drafting, PROMPTS, note_proposals(monkeypatch))
+    audit_rest(drafting._built.engine.scheduler)
     counters = drafting._built.engine.scheduler.counters
-    assert counters.preemptions > 0 and counters.moved_blocks > 0
-    assert counters.drafted_tokens > counters.accepted_tokens > 20
-    tested = [(text, drafts) for text, drafts in proposals if drafts][:: examples(9, 1)]
-    assert len(tested) > 15
-    assert [reference.drafts(text, len(drafts)) for text, drafts in tested] == [drafts for _, drafts in tested]
+    by_drafter = dict(zip(DRAFTERS, counters.drafted_by, strict=True))
+    assert by_drafter["eagle"] == counters.drafted_tokens
+
+
+@pytest.mark.parametrize("run_ahead", choices((1,), (0, 1, 2)))
+def test_drafts_in_captured_passes_are_those_of_the_reference(
+    tiny_folder: Path, reference: ReferenceHead, head: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
+) -> None:
+    """As on a GPU, with steps in flight."""
+    settings, size = SETTINGS | CROWDED, NUM_BLOCKS * BLOCK_TOKENS
+    plain = LLM(str(tiny_folder), kv_cache_memory=size * 2 * 2 * 2 * 16 * 4, **settings)
+    memory, name = size * TOKEN_BYTES, f"eagle:{head}"
+    settings |= {"kv_cache_memory": memory, "run_ahead": run_ahead, "speculative": name}
+    drafting = on_device(tiny_folder, monkeypatch, **settings)
+    assert drafting._built.resolved.num_blocks == 12
+    assert_drafts_are_those(reference, plain, drafting, PROMPTS, note_proposals(monkeypatch))
+    assert drafting._built.engine._loop._runner.num_replayed > 40
+
+
+@pytest.mark.long  # more than a minute
+def test_the_kernels_of_a_gpu_draft_the_same(
+    tiny_folder: Path, reference: ReferenceHead, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, with prompts in chunks and a step in flight."""
+    params, prompts = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), ["the cat sat on th", "abcabc"]
+    wanted = said(LLM(str(tiny_folder), **SETTINGS).generate(prompts, params))
+    found, settings = note_proposals(monkeypatch), {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    drafting = on_device(
+        tiny_folder, monkeypatch, select_kernels("cuda"), **settings, max_model_len=48, speculative=f"eagle:{head}"
+    )
+    assert said(always(drafting).generate(prompts, params)) == wanted
+    assert len(found) > 4
+    assert [reference.drafts(text, len(drafts)) for text, drafts in found] == [drafts for _, drafts in found]
+
+
+def test_a_head_of_the_models_shape_has_dummy_weights(tiny_folder: Path) -> None:
+    """For measurements. With weights of a model it is the name of a folder as any other."""
+    settings = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory": "16MiB", "speculative": "eagle:dummy"}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        drafting = always(LLM("smollm2-135m", load_format="dummy", **settings))
+        texts += said(drafting.generate([[5, 6, 7]], params))
+        assert drafting._built.engine.scheduler.counters.drafted_tokens > 0
+    assert texts[0] == texts[1]
+    with pytest.raises(QuireError, match="dummy"):
+        open_model(EngineConfig(str(tiny_folder), speculative="eagle:dummy"))
+
+
+def test_a_head_on_a_gpu_needs_kernels_that_can_be_captured(
+    tiny_folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(tiny_folder), device="cuda", speculative=f"eagle:{head}", attention_backend="fa3")
+    opened, kernels = open_model(config), TorchCpuKernels()
+    for chosen, message in (
+        (KernelChoice(kernels, "Triton is not installed"), "on a GPU a head that drafts needs Triton. Triton is not"),
+        (
+            KernelChoice(kernels, "", draft_kernels=REFERENCE_DRAFT_KERNELS, capturable=False),
+            "which no CUDA graph can hold: on a GPU, a head that drafts runs in CUDA graphs",
+        ),
+    ):
+        monkeypatch.setattr(build_draft, "choose_kernels", lambda *args, chosen=chosen: chosen)
+        with pytest.raises(ConfigError, match=message):
+            build_draft.load_draft(config, opened, torch.float32, torch.device("cuda"), StartupReporter())
 
 
 def test_a_head_has_the_states_of_every_token_that_the_model_computed(tiny_folder: Path, head: Path) -> None:
     """Of repeated steps, too: the tokens of one answer are found in the cache by the next prompt, and not computed."""
     built = LLM(str(tiny_folder), speculative=f"eagle:{head}", **SETTINGS)._built
     llm, runner = LLM.over(built), built.engine._loop._runner
+    runner._features.stores.device.zero_()  # as allocated, it holds any numbers
     (alone,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     runner._features._write()
     store = runner._features.stores.device[1:, 0]  # without the null block
@@ -107,7 +154,6 @@ def test_outputs_with_a_head_are_the_same(tiny_folder: Path, head: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "cuda"}, "the device is a GPU: so far, EAGLE heads run on CPUs only. Use --speculative auto"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a draft model runs beside a model in one"),
     ],
 )  # fmt: skip

@@ -20,6 +20,7 @@ from quire.core.errors import ConfigError
 SPECULATIVE = ("off", "grammar", "ngram", "tree", "ngram+tree", "auto", "mtp")
 # Where a draft may come from, by place. `text`: ngram or tree, on a device that does not say which.
 DRAFTERS = ("grammar", "tree", "ngram", "text", "draft", "eagle", "mtp", "unknown")
+MODEL_DRAFTERS = ("draft", "eagle", "mtp")  # those that compute what they draft, in passes
 _PREFIXES = {"draft": "draft:", "eagle": "eagle:"}
 _OWN_LAYERS = "mtp"
 _BESIDE_MODEL = ("ngram", "tree", "ngram+tree", "auto")

@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.speculative import parse_sources
 from quire.engine.build_runner import allocate_weights, choose_kernels, kv_token_bytes, make_stores, weight_usage
-from quire.engine.open_model import OpenedModel, head_on_gpu_refused
+from quire.engine.open_model import OpenedModel
 from quire.engine.resolved_config import ResolvedConfig
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint
@@ -24,6 +24,8 @@ from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_ge
 from quire.runner.kv_store import new_store
 from quire.runner.warmup import time_steps, warm_up
 from quire.weights.eagle_weights import load_eagle_weights
+
+_TIMED_LATER = "its passes are captured with the steps"  # and timed then
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +81,31 @@ def load_draft(
         return None
     assert opened.draft is not None, "the model was opened without its draft model"
     quiet = StartupReporter(loading=reporter.loading)
+    what = "a head that drafts" if isinstance(opened.draft, EagleCheckpoint) else "a draft model"
+    spec = opened.draft.spec.layer if isinstance(opened.draft, EagleCheckpoint) else opened.draft.spec
+    choice = choose_kernels(config, spec, dtype, device, quiet)
+    if device.type != "cpu":
+        _check_captured(config, choice, what)
     if isinstance(opened.draft, EagleCheckpoint):
-        if device.type != "cpu":
-            raise head_on_gpu_refused(config.speculative)
-        choice = choose_kernels(config, opened.draft.spec.layer, dtype, device, quiet)
-        return LoadedHead(
-            opened.draft, choice, load_eagle_weights(opened.draft, dtype, device, reporter.loading), dtype
-        )
-    choice = choose_kernels(config, opened.draft.spec, dtype, device, quiet)
-    if device.type != "cpu" and choice.draft_kernels is None:
-        raise ConfigError(
-            f"speculative is {config.speculative}, and on a GPU a draft model needs Triton. {choice.reason}.",
-            param="speculative",
-        )
-    if device.type != "cpu" and not choice.capturable:
-        raise ConfigError(
-            f"speculative is {config.speculative}, and attention_backend is {config.attention_backend}, which no CUDA "
-            f"graph can hold: on a GPU, a draft model runs in CUDA graphs. Omit --attention-backend.",
-            param="attention_backend",
-        )
+        head = load_eagle_weights(opened.draft, dtype, device, reporter.loading)
+        return LoadedHead(opened.draft, choice, head, dtype)
     weights = allocate_weights(config, opened.draft, dtype, device, quiet, choice).filled()
     return LoadedDraft(opened.draft, choice, weights, dtype)
+
+
+def _check_captured(config: EngineConfig, choice: KernelChoice, what: str) -> None:
+    """On a GPU its passes are captured."""
+    if choice.draft_kernels is None:
+        raise ConfigError(
+            f"speculative is {config.speculative}, and on a GPU {what} needs Triton. {choice.reason}.",
+            param="speculative",
+        )
+    if not choice.capturable:
+        raise ConfigError(
+            f"speculative is {config.speculative}, and attention_backend is {config.attention_backend}, which no CUDA "
+            f"graph can hold: on a GPU, {what} runs in CUDA graphs. Omit --attention-backend.",
+            param="attention_backend",
+        )
 
 
 def build_draft(
@@ -119,7 +125,7 @@ def build_draft(
     model = Decoder(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len)
     stores = make_stores(model, resolved, loaded.choice, device)
     usage, times = weight_usage(config, loaded.checkpoint, model, loaded.weights, loaded.dtype), None
-    timed = "its passes are captured with the steps"
+    timed = _TIMED_LATER
     if device.type == "cpu":
         warm_up(model, stores)
         times = time_steps(model, stores, time.monotonic)
@@ -147,11 +153,14 @@ def _build_head(
             loaded.choice.copy_blocks,
         ),
     )
-    warm_up(head, stores)
-    times = time_steps(head, stores, time.monotonic)
+    times, timed = None, _TIMED_LATER
+    if device.type == "cpu":
+        warm_up(head, stores)
+        times = time_steps(head, stores, time.monotonic)
+        timed = f"one row {1e3 * times.decode_s:.2f} ms"
     what, reads = "EAGLE head", f"layers {', '.join(map(str, spec.captured_layers))}"
     if spec.source == "mtp":
         what, reads = "multi-token-prediction layer", "what leaves the last layer"
-    reporter.done(what, f"reads {reads} · one row {1e3 * times.decode_s:.2f} ms")
+    reporter.done(what, f"reads {reads} · {timed}")
     config = DraftModelConfig(head, stores, spec.layer.max_positions, spec.target_vocab_size, features)
     return BuiltDraft(config, head.num_bytes, times)

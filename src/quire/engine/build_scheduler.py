@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
+from quire.core.speculative import MODEL_DRAFTERS
 from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
 from quire.engine.resolved_config import ResolvedConfig
@@ -146,7 +147,7 @@ def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy
         return SpeculationPolicy()
     if not captured:
         return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
-    reads_text = "draft" not in drafters  # what a draft model says is not known before it is asked
+    reads_text = not set(MODEL_DRAFTERS) & set(drafters)  # what a model drafts is not known before it is asked
     return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=reads_text)
 
 

@@ -17,7 +17,7 @@ from quire.core.sharding import check_divisible, check_stages
 from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
-from quire.formats.eagle_head import EagleCheckpoint, open_eagle_head, open_mtp_layer
+from quire.formats.eagle_head import DUMMY_HEAD, EagleCheckpoint, dummy_head, open_eagle_head, open_mtp_layer
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
@@ -94,8 +94,6 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
     _, wanted, kind = parse_sources(config.speculative)
     if wanted is None:
         return None
-    if config.device == "cuda" and kind in ("eagle", "mtp"):
-        raise head_on_gpu_refused(config.speculative)
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"speculative is {config.speculative}, and tensor_parallel_size is {config.tensor_parallel_size}: a draft "
@@ -104,6 +102,8 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
         )
     if kind == "mtp":
         return open_mtp_layer(opened.checkpoint, opened.name, config.speculative)
+    if kind == "eagle" and wanted == DUMMY_HEAD and opened.checkpoint.source is CheckpointSource.DUMMY:
+        return dummy_head(opened.checkpoint.spec)
     if kind == "eagle":
         return _open_head(config, wanted, opened, fetching)
     name, checkpoint = find_checkpoint(replace(config, model=wanted, revision=None), fetching)
@@ -135,15 +135,6 @@ def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching:
             param="speculative",
         )
     return open_eagle_head(located.path, opened.checkpoint.spec, opened.name)
-
-
-def head_on_gpu_refused(speculative: str) -> ConfigError:
-    what = {"eagle": "EAGLE heads", "mtp": "multi-token-prediction layers"}[parse_sources(speculative).kind]
-    return ConfigError(
-        f"speculative is {speculative}, and the device is a GPU: so far, {what} run on CPUs only. Use "
-        f"--speculative auto or --speculative draft:MODEL, or --device cpu.",
-        param="speculative",
-    )
 
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec) -> None:

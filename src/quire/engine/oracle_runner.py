@@ -17,13 +17,14 @@ from quire.core.oracle import mix, planted_drafts
 from quire.core.sharding import Shard
 from quire.core.step import Pending, RowStart, Runner, StepPlan, StepResult
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
-from quire.kernels.interface import StepLayout
+from quire.kernels.interface import LayerCapture, StepLayout
 from quire.kernels.row_interface import RowKernels
 from quire.kernels.select import select_kernels
-from quire.models.interface import Model
+from quire.models.eagle_head import EagleHead
+from quire.models.interface import KvGeometry, Model
 from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import DraftConfig, RowHistory
-from quire.runner.draft_model import DraftModelConfig
+from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import PipelineParallelRunner, StageRunner, full_answer
@@ -91,6 +92,73 @@ class DraftOracle(OracleModel):
         return super().logits(hidden + wrong, out)
 
 
+class CapturedOracle(OracleModel):
+    """Leaves its sums for a head: [tokens, 2] int64, the sum up to each token twice, without the index."""
+
+    def __init__(self, vocab_size: int, index_of_block: Tensor) -> None:
+        super().__init__(vocab_size)
+        self._indices = index_of_block
+        self.capture = LayerCapture((0,))
+
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        sums = super().forward(tokens, layout, kv)
+        self.capture.take(sums.expand(-1, 2), layout.slots)
+        sums = sums + self._indices[layout.slots // kv.shape[3]][:, None]
+        return sums if selected is None else sums[selected]
+
+
+class HeadOracle(EagleHead):
+    """A head that says what the oracle says. Its sum is that of the state before and of its token: a stale state, and a
+    token beside another's state, makes it wrong. It keeps both as key and value, and where one pair does not follow
+    from the one before, it is wrong, too: so its own slots may not be stale either. A block may be shared up to its
+    last slot, whose pair is not compared with the next one."""
+
+    def __init__(self, vocab_size: int, index_of_block: Tensor) -> None:
+        self._vocab_size, self._indices = vocab_size, index_of_block
+
+    source = "eagle"
+    hidden_size = 2
+    kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: StepLayout,
+        kv: Tensor,
+        selected: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """[n, 2] int64: the sum, and with the index of the sequence, or one more."""
+        assert features is not None
+        before, store = features[:, 0].long(), kv[:, 0, :, :, 0, 0].transpose(1, 2)  # [blocks, block_size, 2]
+        size, positions = store.shape[1], layout.positions
+        pairs = torch.stack([tokens, before], dim=1).to(store.dtype)
+        store.index_put_((layout.slots // size, layout.slots % size), pairs)
+        places = torch.arange(layout.tables.shape[1] * size, device=kv.device)
+        blocks = layout.tables[:, places // size].long().clamp(max=len(store) - 1)
+        token, state = store[blocks, places % size].long().unbind(dim=-1)  # each [sequences, width]
+        follows = state[:, 1:] == state[:, :-1] + mix(token[:, :-1], places[1:])
+        wrong = (~follows & (places[1:] % size != 0)).long().cumsum(dim=1)
+        flat = torch.arange(len(tokens), dtype=torch.int32, device=kv.device)
+        sequence = torch.searchsorted(layout.query_starts[1:-1], flat, right=True)
+        compared = wrong[sequence, (positions - 1).clamp(0, wrong.shape[1] - 1)] * (positions > 0)
+        total = before + mix(tokens, positions + 1)
+        at = (positions + 1).clamp(max=len(places) - 1) // size
+        index = self._indices[layout.tables[sequence, at].long().clamp(max=len(store) - 1)]
+        found = torch.stack([total, total + index + (compared > 0)], dim=1)
+        return found if selected is None else found[selected]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return OracleModel(self._vocab_size).logits(hidden[:, 1:].long(), out)
+
+
 class TorchOracleRunner:
     """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
 
@@ -112,17 +180,25 @@ class TorchOracleRunner:
         draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
         wrap: Callable[[OracleModel], Model] = lambda model: model,
         draft_wrong_of: int | None = None,  # drafts by a model that is wrong in one of so many places; None: planted
+        draft_head: bool = False,  # drafts by a head that is never wrong
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
-        model = wrap(OracleModel(vocab_size, self._index_of_block))
+        captured = CapturedOracle(vocab_size, self._index_of_block)
+        model = captured if draft_head else wrap(OracleModel(vocab_size, self._index_of_block))
         self._stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         on_host = where.type == "cpu" and row_kernels is None
         draft_model = None
-        if draft_wrong_of is not None:
+        sizes = (num_blocks, block_size, where, num_host_blocks, copy_blocks)
+        if draft_head:
+            head = HeadOracle(vocab_size, self._index_of_block)
+            stores = [new_store(each, *sizes) for each in (head.kv_geometry, feature_geometry(2, torch.int32))]
+            features = DraftFeatures(captured.capture, head.fuse, stores[1])
+            draft_model = DraftModelConfig(head, stores[0], max_length, vocab_size, features)
+        elif draft_wrong_of is not None:
             drafter = DraftOracle(vocab_size, self._index_of_block, draft_wrong_of)
-            drafts = new_store(drafter.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
+            drafts = new_store(drafter.kv_geometry, *sizes)
             draft_model = DraftModelConfig(drafter, drafts, max_length, vocab_size)
         planted = PlantedDeviceDrafter(vocab_size, max_rows, where) if draft_model is None else None
         on_device = DraftConfig(planted, draft_kernels, model=draft_model)
@@ -198,6 +274,7 @@ def torch_oracle(
     draft_kernels: DraftKernels = REFERENCE_DRAFT_KERNELS,
     wrap: Callable[[OracleModel], Model] = lambda model: model,
     draft_wrong_of: int | None = None,
+    draft_head: bool = False,
 ) -> TorchOracleRunner:
     """The drafts of every second scenario come from a draft model."""
     if draft_wrong_of is None and scenario.num_requests % 2:
@@ -215,6 +292,7 @@ def torch_oracle(
         draft_kernels=draft_kernels,
         wrap=wrap,
         draft_wrong_of=draft_wrong_of,
+        draft_head=draft_head,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from quire.config import DEFAULT_SERVER_ROWS, EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
-from quire.core.speculative import resolve_drafters
+from quire.core.speculative import MODEL_DRAFTERS, resolve_drafters
 
 GIB = 1 << 30
 _DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput counts, not the time between two tokens
@@ -17,6 +17,7 @@ _DEFAULT_CPU_ROWS = 64
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_RESIDENT_SHARE = 8  # part of the KV cache of a CPU that unheld prefixes fill before one that was evicted is missed
 _CPU_LEAST_RESIDENT = 64 << 20  # bytes, for the same
+_STATES_READ = 5  # of each token of a step by a head that drafts, at most: of four layers, and fused
 _MAX_VERIFIED, _DRAFT_ROW_BYTES = 512, 80 * 1024  # lines of a step with drafts; tokens to draft from, of each row
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 8192  # default max_num_batched_tokens
 _DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
@@ -95,9 +96,7 @@ def resolve(
         reasons["speculative"] = "you"
     run_ahead = 1 if on_gpu else config.pipeline_parallel_size - 1  # a step in every stage
     longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
-    workspace = _workspace_bytes(spec, rows, budget, drafts=bool(drafters)) if on_gpu else 0
-    if on_gpu and "draft" in drafters:  # logits of its passes, and all tokens of each row
-        workspace += 4 * rows * (spec.vocab_size + longest)
+    workspace = _workspace_bytes(spec, rows, budget, longest, drafters) if on_gpu else 0
     if on_gpu:
         share = _gpu_share(config, machine, workspace)
     else:
@@ -135,13 +134,17 @@ def _resident_limit(kv_bytes: int, num_blocks: int) -> int:
     return min(num_blocks * most // kv_bytes, num_blocks) if kv_bytes else 0
 
 
-def _workspace_bytes(spec: ModelSpec, rows: int, budget: int, *, drafts: bool) -> int:
+def _workspace_bytes(spec: ModelSpec, rows: int, budget: int, longest: int, drafters: tuple[str, ...]) -> int:
     """Upper bound of the memory of the largest step: activations of every token, logits of every row, and 1 GiB for
     libraries and CUDA graphs. With drafts, their logits, a copy for log-probabilities, and the tokens of each row."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     activations = budget * (4 * spec.hidden_size + 3 * spec.ffn_size + 2 * heads) * 4
     logits = 3 * rows * spec.vocab_size * 4
-    drafted = 2 * _MAX_VERIFIED * spec.vocab_size * 4 + rows * _DRAFT_ROW_BYTES if drafts else 0
+    drafted = 2 * _MAX_VERIFIED * spec.vocab_size * 4 + rows * _DRAFT_ROW_BYTES if drafters else 0
+    if set(MODEL_DRAFTERS) & set(drafters):  # logits of its passes, and all tokens of each row
+        drafted += 4 * rows * (spec.vocab_size + longest)
+    if {"eagle", "mtp"} & set(drafters):
+        drafted += 4 * budget * _STATES_READ * spec.hidden_size
     return GIB + activations + logits + drafted
 
 

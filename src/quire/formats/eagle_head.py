@@ -27,6 +27,7 @@ _PREDICTS_TOKENS = ("NextN", "MTP")  # in the architectures of multi-token-predi
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MAX_LAYERS = 4
 _WITH_LAYERS = ", ".join(family.architecture for family in FAMILIES if family.mtp_layers)
+DUMMY_HEAD = "dummy"  # instead of a folder, with dummy weights of the model
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32")
 
@@ -74,7 +75,7 @@ class EagleCheckpoint:
 
     path: Path
     spec: EagleSpec
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]  # none: dummy weights
 
 
 def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleCheckpoint:
@@ -108,6 +109,29 @@ def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleC
     )
     _check_tensors(str(folder), spec, stored)
     return EagleCheckpoint(folder, spec, stored)
+
+
+def dummy_head(target: ModelSpec) -> EagleCheckpoint:
+    """A head without files, for measurements: one layer of the model's shape, and a fourth of its tokens."""
+    number = target.num_layers
+    spec = EagleSpec(
+        layer=replace(
+            target,
+            family="eagle3",
+            num_layers=1,
+            vocab_size=-(-target.vocab_size // 4),
+            tied_embeddings=False,
+            windows=(),
+            qk_norm=False,
+        ),
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        captured_layers=(min(2, number - 1), number // 2, max(number - 3, 0)),
+        norm_before_residual=False,
+        own_embedding=False,
+        maps_tokens=True,
+    )
+    return EagleCheckpoint(Path(DUMMY_HEAD), spec, {})
 
 
 def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> EagleCheckpoint:

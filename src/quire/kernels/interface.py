@@ -172,12 +172,20 @@ class LayerCapture:
     """Copies of what enters some layers, of all tokens of the latest step: heads that draft read them. The number of
     layers stands for what leaves the last one, before the final norm."""
 
-    __slots__ = ("layers", "states")
+    __slots__ = ("layers", "sink", "states")
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         assert len(layers) <= MAX_CAPTURED, layers
         self.layers = layers
-        self.states: Tensor | None = None  # [tokens, layers * hidden] float32
+        self.states: Tensor | None = None  # [tokens, layers * hidden], dtype of the activations or float32
+        # Reads the states as a part of the step, with the slot of each token: where steps are captured or in flight.
+        self.sink: Callable[[Tensor, Tensor], None] | None = None
+
+    def take(self, states: Tensor, slots: Tensor) -> None:
+        """states: [tokens, layers * hidden]; slots: [tokens] int64."""
+        self.states = states
+        if self.sink is not None:
+            self.sink(slots, states)
 
 
 class LayerStack(Protocol):

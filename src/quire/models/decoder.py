@@ -213,26 +213,41 @@ class Decoder:
         normed, residual = self._first_inputs(embedded, len(tokens))
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         captured = () if self._capture is None else self._capture.layers
-        entering: dict[int, Tensor] = {}
+        states = None if self._capture is None else self._new_states(residual)
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            if index in captured:
-                entering[index] = residual.clone()
-            selects = layer is self._layers[-1] and self._sends is None and len(self._layers) not in captured
+            if states is not None and index in captured:
+                self._copy_captured(index, residual, states)
+            selects = layer is self._layers[-1] and self._sends is None and self._spec.num_layers not in captured
             rows_kept = selected if selects else None
             attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
             if rows_kept is not None:
                 residual = residual.index_select(0, rows_kept)
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
-        if self._capture is not None:
-            entering[len(self._layers)] = residual
-            self._capture.states = torch.cat([entering[index] for index in captured], dim=1)
-            if len(self._layers) in captured and selected is not None:
+        if self._capture is not None and states is not None:
+            self._copy_captured(self._spec.num_layers, residual, states)
+            self._capture.take(states, layout.slots)
+            if self._spec.num_layers in captured and selected is not None:
                 normed = normed.index_select(0, selected)
         if self._sends is None:
             return normed
         self._sends(residual)
         return residual
+
+    def _new_states(self, residual: Tensor) -> Tensor:
+        """For what enters the captured layers. In the dtype of the activations: so it is read, and of a long chunk
+        float32 would take twice the memory."""
+        assert self._capture is not None
+        num_tokens, width = residual.shape
+        return residual.new_empty(num_tokens, len(self._capture.layers) * width, dtype=self._activation_dtype)
+
+    def _copy_captured(self, index: int, residual: Tensor, states: Tensor) -> None:
+        """What enters this layer, to its places in the states."""
+        assert self._capture is not None
+        width = residual.shape[1]
+        for place, layer in enumerate(self._capture.layers):
+            if layer == index:
+                states[:, place * width : (place + 1) * width] = residual
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding, not scaled. tokens: [tokens] int64. [tokens, hidden]."""

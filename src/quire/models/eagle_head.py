@@ -63,7 +63,8 @@ class EagleHead:
         self._hidden_norm, self._attention_norm = weights.hidden_norm, own.attention_norm
         self._token_norm = own.attention_norm if weights.token_norm is None else weights.token_norm
         self._mlp_norm, self._final_norm = own.mlp_norm, weights.layer.final_norm
-        qkv, output = Linear(kernels, own.qkv, own.qkv_bias), Linear(kernels, own.output, own.output_bias)
+        qkv = Linear(kernels, own.qkv, self._bias(own.qkv_bias))
+        output = Linear(kernels, own.output, self._bias(own.output_bias))
         gate_up, down = Linear(kernels, own.gate_up), Linear(kernels, own.down)
         heads = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
         self._attention = Attention(heads, AttentionRule(layer.scale), qkv, output, None)
@@ -74,6 +75,9 @@ class EagleHead:
         self._matrices: list[PackedMatrix] = [each.packed for each in linears if each is not None]
         self._embed = self._own_embed(as_tensor(weights.layer.embedding)) if spec.own_embedding else target_embed
         self._logits = self._own_logits(as_tensor(weights.layer.head)) if spec.own_head else target_logits
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self._activation_dtype)
 
     def _own_embed(self, weight: Tensor) -> Embed:
         table: PackedMatrix = self._kernels.pack_head(weight) if self._kernels.packs_embedding else weight

@@ -6,6 +6,10 @@ many positions of each row and of each block the draft model has computed. The h
 lacks. It launches a piece of the row's text, in a pass of its own, until the bound says that the first pass has the
 rest: two positions, since the last draft of a step is never computed, and was accepted where all were.
 
+A head that drafts reads the model's hidden states, which each step of the model leaves in `DraftFeatures`. Those of
+accepted drafts come with the step that verifies them. So the first pass of a head computes all that the last step gave
+the row, and later passes read what the one before left. See `draft_model` for the slots of its keys and values.
+
 Wrong keys and values would cost time, and change no output. See `draft_model` for what one table of blocks serves.
 """
 
@@ -40,7 +44,8 @@ from quire.sampling.sampler import Sampler
 
 MOST_DRAFTS = MAX_QUERIES - 1  # of a row in a step
 _UNKNOWN = -1  # in the place of a draft
-_WINDOW = 2  # positions of a row that the first pass computes
+_WINDOW = 2  # positions of a row that the first pass of a draft model computes
+_HEAD_WINDOW = 1 + MOST_DRAFTS  # those of a head, at most: a token, and all drafts of the last step
 # Rows, and tokens of each, of pieces that together launch the kernels of most others.
 _DRY_PIECES = ((1, 1), (1, 8), (1, 64), (4, 16), (16, 32), (1, MAX_CATCH_UP))
 
@@ -52,10 +57,12 @@ class DeviceDraftedBlocks:
     """How many positions the draft model has computed, from the first on: of each row, and of each block for the tokens
     that it holds. On the device, in the order of the launches."""
 
-    __slots__ = ("_counts", "_table", "of_rows")
+    __slots__ = ("_counts", "_least", "_table", "of_rows")
 
-    def __init__(self, stores: KvStores, table: RowTable) -> None:
+    def __init__(self, stores: KvStores, table: RowTable, least: int) -> None:
+        """`least`: positions of a row that need no computation."""
         self._table = table
+        self._least = least
         self.of_rows = torch.zeros_like(table.lengths)  # with drafts that are not verified yet
         self._counts = {Tier.DEVICE: torch.zeros(len(stores.device), dtype=torch.int64, device=table.device)}
         if stores.host is not None:
@@ -81,6 +88,10 @@ class DeviceDraftedBlocks:
         counts = self._counts[Tier.DEVICE]
         counts[blocks] = torch.minimum(counts[blocks], most)
 
+    def begin_anew(self, rows: IntArray) -> None:
+        """Nothing is computed of these rows."""
+        self.of_rows.index_fill_(0, upload(rows.astype(np.int64), self._table.device), self._least)
+
     def forget(self, blocks: IntArray) -> None:
         """Another engine has written the model's keys and values of these blocks."""
         (at,) = upload_integers(self._table.device, blocks)
@@ -97,7 +108,7 @@ class DeviceDraftedBlocks:
         num_full = (counts == size).long().cumprod(1).sum(1)
         behind = counts.gather(1, num_full.clamp(max=width - 1)[:, None])[:, 0]
         found = num_full * size + torch.where(num_full < width, behind, 0)
-        found = torch.minimum(found, table.lengths[device_rows] - 1)
+        found = torch.minimum(found, table.lengths[device_rows] - 1).clamp(min=self._least)
         self.of_rows[device_rows] = found
         return found
 
@@ -129,8 +140,7 @@ class _Asked(NamedTuple):
 class DeviceDraftModel:
     """Proposes tokens of many rows at once by captured passes."""
 
-    features = None  # an EAGLE head reads them, on a CPU
-    source = "draft"
+    features = None  # the host notes none: steps write them
 
     def __init__(
         self,
@@ -143,13 +153,20 @@ class DeviceDraftModel:
         made: Tensor,  # [max_rows + 1, MOST_DRAFTS] int64: where the drafts of each row go
         find: FindDrafts | None = None,  # what is drafted before the model is asked
     ) -> None:
-        assert not isinstance(config.model, EagleHead), "EAGLE heads run on CPUs"
         assert table.history is not None
-        self._model: Model = config.model
+        self._model: Model | EagleHead = config.model
+        self.source = config.model.source if isinstance(config.model, EagleHead) else "draft"
         self._stores, self._max_positions, self._vocab_size = config.stores, config.max_positions, config.vocab_size
+        self._features, self._hidden = config.features, table.lengths[:0]
+        self._shift, self._window = 0, _WINDOW  # slots by which keys and values are before their token
         self._table, self._sampler, self._kernels, self._row_kernels = table, sampler, kernels, row_kernels
         self._capturer, self._made, self._find, self._history = capturer, made, find, table.history
-        self._computed = DeviceDraftedBlocks(config.stores, table)
+        if config.features is not None:
+            config.features.write_at_once()
+            self._shift, self._window = 1, _HEAD_WINDOW
+            # What a head gave for the last token of each row of a pass.
+            self._hidden = config.features.new_states(len(table.lengths))
+        self._computed = DeviceDraftedBlocks(config.stores, table, self._shift)
         self._has_unverified = False  # drafts of the last step
         # Rows as they are behind the drafts made so far: with `wanted` drafts, a row is not alive any more.
         self._columns = RowColumns(
@@ -180,13 +197,15 @@ class DeviceDraftModel:
             self._computed.cut()
             self._has_unverified = False
         self._stores.carry(moves)
+        if self._features is not None:
+            self._features.carry(moves)
         self._computed.carry(moves)
 
     def apply(self, plan: StepPlan) -> None:
         """Call when the row table has applied the plan. Counts the token that the step gives each row."""
         self._computed.grant(plan)
         for start in plan.starts:
-            self._lag[start.row] = self._least[start.row] = len(start.tokens)
+            self._lag[start.row], self._least[start.row] = len(start.tokens) - self._shift, len(start.tokens)
             self._is_new[start.row] = True
             self._asked.pop(start.row, None)
         if plan.starts:
@@ -211,13 +230,14 @@ class DeviceDraftModel:
         for place, row in enumerate(rows.tolist() if self._asked else ()):
             asked = self._asked.get(row)
             if asked is not None and asked.copied.ready:
-                self._lag[row] -= asked.copied.wait()[asked.place]
+                self._lag[row] -= asked.copied.wait()[asked.place] - self._shift
                 del self._asked[row]
             known[place] = row not in self._asked
         return known
 
     def forget(self, blocks: IntArray) -> None:
         """These blocks have other tokens now, which the draft model has not computed."""
+        assert self._features is None, "the hidden states of another engine's tokens are not known"
         self._computed.forget(blocks)
 
     def draft(self, rows: IntArray, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -225,10 +245,10 @@ class DeviceDraftModel:
         behind than a step catches up."""
         new = rows[self._is_new[rows]]
         if len(new):
-            self._computed.of_rows.index_fill_(0, upload(new.astype(np.int64), self._table.device), 0)
+            self._computed.begin_anew(new)
             self._is_new[new] = False
         known = self._told(rows)
-        lacking = (self._lag[rows] - 1 - _WINDOW).clip(min=0)  # before the token of this step
+        lacking = (self._lag[rows] - 1 - self._window).clip(min=0)  # before the token of this step
         order = np.argsort(lacking, kind="stable")
         left = MAX_CATCH_UP - np.cumsum(lacking[order]) + lacking[order]
         computed = np.empty_like(lacking)
@@ -257,7 +277,7 @@ class DeviceDraftModel:
             num_rows = int(np.count_nonzero(counts > number))
             size = self._sizes[bisect_left(self._sizes, num_rows)]
             self._graphs[number == 0, size, stage]()
-        self._lag[rows] = _WINDOW
+        self._lag[rows] = _WINDOW if self._features is None else 1 + counts  # it computes accepted drafts again
         self._has_unverified = True
 
     def _place(self, rows: IntArray, counts: NDArray[np.int64]) -> None:
@@ -310,40 +330,43 @@ class DeviceDraftModel:
             table.device, rows, counts, np.repeat(np.arange(len(rows)), counts), np.append(0, stops), stops - 1
         )
         reached = torch.minimum(self._computed.of_rows[device_rows] + device_counts, table.lengths[device_rows] - 1)
-        token_rows = device_rows[places]
-        positions = torch.arange(int(stops[-1]), device=table.device) - starts[1:][places] + reached[places]
+        token_rows, shift = device_rows[places], self._shift
+        positions = torch.arange(int(stops[-1]), device=table.device) - starts[1:][places] + reached[places] - shift
         positions = positions.clamp(min=0)  # of rows that have ended, of which the host does not know yet
         layout = StepLayout(
             positions=positions,
             slots=slots_of(token_rows, positions, table.columns, table.block_size),
             tables=table.tables[device_rows],
             query_starts=starts.int(),
-            context_lengths=(reached * table.alive[device_rows]).int(),
+            context_lengths=((reached - shift).clamp(min=0) * table.alive[device_rows]).int(),
             max_lengths=table.max_lengths[token_rows],
         )
-        self._forward(self._history[token_rows, positions % self._history.shape[1]].long(), layout, last)
+        self._forward(self._history[token_rows, (positions + shift) % self._history.shape[1]].long(), layout, last)
         self._computed.extend(device_rows, reached, int(counts.max()))
 
     def _first_pass(self, num_rows: int, stage: SamplingStage) -> Tensor:
-        """The last two positions of each row, and its first draft. Captured."""
-        table, columns, wanted = self._table, self._columns, self._wanted.tensor
-        columns.lengths.copy_(table.lengths)
+        """The last positions of each row that it lacks, and its first draft. Captured."""
+        table, columns, wanted, shift = self._table, self._columns, self._wanted.tensor, self._shift
+        columns.lengths.copy_((table.lengths - shift).clamp(min=1))
         torch.logical_and(table.alive, wanted > 0, out=columns.alive)
-        torch.minimum(table.lengths + wanted, table.max_lengths, out=self._ends.max_length)
+        self._ends.max_length.copy_(torch.minimum(table.lengths + wanted, table.max_lengths) - shift)
         self._number.zero_()
-        rows, queries = self._rows.tensor[:num_rows], self._places[: num_rows + 1] * _WINDOW
+        rows = self._rows.tensor[:num_rows]
         lengths = table.lengths[rows]
         if self._find is None:
             self._made.index_fill_(0, rows, _UNKNOWN)
         else:
             self._made[rows] = found = self._find(rows, lengths)
             self._by_text[rows] = found[:, 0] >= 0
-        at = (table.lengths - _WINDOW).clamp(min=0) % self._history.shape[1]
+        first, queries = self._first_positions(rows)
+        history, width = self._history, self._history.shape[1]
         before = columns._replace(
-            lengths=(table.lengths - 1).clamp(min=1), last_tokens=self._history.gather(1, at[:, None])[:, 0].long()
+            lengths=first + 1 - shift, last_tokens=history.gather(1, (first % width)[:, None])[:, 0].long()
         )
-        latest = table.last_tokens[rows][:, None]
-        inputs = self._kernels.verify_inputs(rows, queries, latest, before, table.block_size, _WINDOW * num_rows)
+        following = first[rows][:, None] + torch.arange(1, self._window, device=table.device)
+        following = history[rows[:, None], following % width].long()
+        num_lines = self._window * num_rows
+        inputs = self._kernels.verify_inputs(rows, queries, following, before, table.block_size, num_lines)
         layout = StepLayout(
             positions=inputs.positions,
             slots=inputs.slots,
@@ -351,12 +374,23 @@ class DeviceDraftModel:
             query_starts=inputs.query_starts,
             context_lengths=inputs.context_lengths,
             max_lengths=inputs.max_lengths,
-            max_queries=_WINDOW,
+            max_queries=self._window,
         )
         last = queries[1:] - 1
         hidden = self._forward(inputs.tokens, layout, last)
-        self._computed.extend(rows, lengths, _WINDOW, (wanted[rows] - 1).clamp(min=0))
+        ahead = (wanted[rows] - 1).clamp(min=0) if self._features is None else 0
+        self._computed.extend(rows, lengths, self._window, ahead)
         return self._sample(rows, hidden, inputs.sampled_rows[last], inputs.positions[last] + 1, stage)
+
+    def _first_positions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first pass begins with: of every row [max_rows + 1] int64, and where the tokens of these rows start
+        among all that it computes, [rows + 1] int64."""
+        lengths = self._table.lengths
+        if self._features is None:
+            return (lengths - _WINDOW).clamp(min=0), self._places[: len(rows) + 1] * _WINDOW
+        first = (lengths - (lengths - self._computed.of_rows).clamp(1, self._window)).clamp(min=1)
+        counts = (lengths - first)[rows].clamp(min=1)  # a row that has ended may have one token
+        return first, F.pad(counts.cumsum(0), (1, 0))
 
     def _next_pass(self, num_rows: int, stage: SamplingStage) -> Tensor:
         """One more draft of each row that wants more. Captured."""
@@ -371,22 +405,33 @@ class DeviceDraftModel:
             max_lengths=found.max_lengths,
             num_decodes=num_rows,
         )
-        hidden = self._forward(found.tokens, layout)
+        before = None if self._features is None else self._hidden[:num_rows]
+        hidden = self._forward(found.tokens, layout, before=before)
         return self._sample(rows, hidden, found.sampled_rows, found.positions + 1, stage)
 
-    def _forward(self, tokens: Tensor, layout: StepLayout, selected: Tensor | None = None) -> Tensor:
-        """A model may have more tokens at the end than the other."""
-        return self._model.forward(tokens.clamp(0, self._model.vocab_size - 1), layout, self._stores.device, selected)
+    def _forward(
+        self, tokens: Tensor, layout: StepLayout, selected: Tensor | None = None, before: Tensor | None = None
+    ) -> Tensor:
+        """A model may have more tokens at the end than the other. `before`: what a head gave for the position before;
+        None: the model has computed it."""
+        known, kv = tokens.clamp(0, self._model.vocab_size - 1), self._stores.device
+        if self._features is None:
+            return self._model.forward(known, layout, kv, selected)
+        assert isinstance(self._model, EagleHead), "features are for heads"
+        states = self._features.read(layout.slots) if before is None else before
+        return self._model.forward(known, layout, kv, selected, states)
 
     def _sample(
         self, rows: Tensor, hidden: Tensor, emitting: Tensor, positions: Tensor, stage: SamplingStage
     ) -> Tensor:
         """Sampled as the row samples, with the random numbers of the same positions, where its text says nothing."""
+        if self._features is not None:
+            self._hidden[: len(hidden)] = hidden
         logits = self._model.logits(hidden)
         missing = self._vocab_size - logits.shape[1]
         if missing:  # or too many
             logits = F.pad(logits, (0, missing), value=-torch.inf).contiguous()
-        sampled = self._sampler.sample_with_kernels(logits, emitting, positions, stage)
+        sampled = self._sampler.sample_with_kernels(logits, emitting, positions + self._shift, stage)
         made, at = self._made.view(-1), rows * MOST_DRAFTS + self._number
         said = made[at]
         drafts = torch.where(said >= 0, said, sampled.tokens)

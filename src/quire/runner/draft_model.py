@@ -66,6 +66,15 @@ class DraftFeatures:
     def stores(self) -> KvStores:
         return self._stores
 
+    def new_states(self, count: int) -> Tensor:
+        """[count, hidden], as they are kept."""
+        store = self._stores.device
+        return torch.zeros(count, 2 * store.shape[-1], dtype=store.dtype, device=store.device)
+
+    def write_at_once(self) -> None:
+        """Each step writes the states of its tokens itself, and none is noted: steps are captured, or in flight."""
+        self._capture.sink = self._put
+
     def carry(self, moves: Many[Move]) -> None:
         if moves:
             self._write()
@@ -82,15 +91,17 @@ class DraftFeatures:
     def _write(self) -> None:
         if not self._waiting:
             return
-        slots = np.concatenate([slots for slots, _ in self._waiting])
+        slots = np.concatenate([each for each, _ in self._waiting])
         _, last = np.unique(slots[::-1], return_index=True)  # of tokens in the same slot: rejected drafts, old rows
         kept = torch.from_numpy(len(slots) - 1 - last)
-        fused = self._fuse(torch.cat([states for _, states in self._waiting])[kept])
-        store = self._stores.device[:, 0, :, :, 0]  # [blocks, 2, block_size, hidden / 2]
-        block, offset = self._places(torch.from_numpy(slots)[kept])
-        store[block, :, offset] = fused.view(len(kept), 2, -1).to(store.dtype)
+        self._put(torch.from_numpy(slots)[kept], torch.cat([states for _, states in self._waiting])[kept])
         self._waiting.clear()
         self._num_waiting = 0
+
+    def _put(self, slots: Tensor, states: Tensor) -> None:
+        store = self._stores.device[:, 0, :, :, 0]  # [blocks, 2, block_size, hidden / 2]
+        block, offset = self._places(slots)
+        store[block, :, offset] = self._fuse(states).view(len(slots), 2, -1).to(store.dtype)
 
     def read(self, slots: Tensor) -> Tensor:
         """slots: [n] int64. [n, hidden]."""

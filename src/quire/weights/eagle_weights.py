@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
-from quire.formats.checkpoint import StoredTensor
-from quire.formats.eagle_head import HEAD_NAMES, EagleCheckpoint
+from quire.formats.eagle_head import HEAD_NAMES, EagleCheckpoint, eagle_shapes
 from quire.models.eagle_head import EagleWeights
 from quire.models.parameters import DecoderWeights, LayerWeights
+from quire.weights.allocate import DEVIATION
 from quire.weights.dequantize import FloatsOnly
 from quire.weights.load import LoadedBytes, Progress
 from quire.weights.loader_threads import load_slices
@@ -20,17 +20,16 @@ class _HeadTensors:
 
     def __init__(self, checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._parts: list[tuple[StoredTensor, Tensor]] = []
+        self._shapes = eagle_shapes(checkpoint.spec)
+        self._parts: list[tuple[str, Tensor]] = []
 
     def tensor(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """Stored tensors one after the other, as one."""
-        stored = [self._checkpoint.tensors[name] for name in names]
-        shape = (sum(each.shape[0] for each in stored), *stored[0].shape[1:])
-        whole = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        start = 0
-        for each in stored:
-            self._parts.append((each, whole[start : start + each.shape[0]]))
-            start += each.shape[0]
+        shapes = [self._shapes[name] for name in names]
+        whole = torch.empty(
+            sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype or self._dtype, device=self._device
+        )
+        self._parts.extend(zip(names, torch.split(whole, [shape[0] for shape in shapes]), strict=True))
         return whole
 
     def matrix(self, name: str) -> Tensor | None:
@@ -41,9 +40,22 @@ class _HeadTensors:
         return self.tensor(*names, dtype=torch.float32)
 
     def fill(self, progress: Progress | None) -> None:
-        slices = [part for stored, destination in self._parts for part in slices_of(stored, destination)]
+        if not self._checkpoint.tensors:
+            self._fill_dummies()
+            return
+        stored = [(self._checkpoint.tensors[name], destination) for name, destination in self._parts]
+        slices = [part for tensor, destination in stored for part in slices_of(tensor, destination)]
         total = sum(part.num_bytes for part in slices)
         load_slices(slices, FloatsOnly(), self._device, LoadedBytes(total, progress))
+
+    def _fill_dummies(self) -> None:
+        """As those of a model: norms are ones, and the rest depends on the shapes only."""
+        generator = torch.Generator().manual_seed(0)
+        for _, destination in self._parts:
+            if destination.dim() == 1:
+                destination.fill_(1.0)
+            else:
+                destination.copy_(torch.randn(destination.shape, generator=generator) * DEVIATION)
 
 
 def load_eagle_weights(
@@ -85,7 +97,11 @@ def load_eagle_weights(
 
 def _target_tokens(checkpoint: EagleCheckpoint, device: torch.device) -> Tensor:
     """The model's token of each draft token: `d2t` has the difference."""
-    stored, vocab_size = checkpoint.tensors["d2t"], checkpoint.spec.target_vocab_size
+    vocab_size = checkpoint.spec.target_vocab_size
+    if not checkpoint.tensors:
+        number = checkpoint.spec.layer.vocab_size
+        return torch.arange(number, device=device) * (vocab_size // number)
+    stored = checkpoint.tensors["d2t"]
     differences = np.empty(stored.shape[0], dtype=np.int64 if stored.encoding == "I64" else np.int32)
     with stored.path.open("rb", buffering=0) as file:
         read_exactly(file, stored, stored.offset, differences.view(np.uint8))
