@@ -12,13 +12,13 @@ from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
 from quire.engine.request_validator import RequestValidator
-from quire.formats.eagle_head import dummy_head
+from quire.formats.draft_head import dummy_head
 from quire.formats.presets import SHAPES
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice, select_kernels
 from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.runner.device_draft_model import DeviceDraftModel
 from quire.runner.device_drafting import DraftConfig, SuffixDrafter
 from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
@@ -30,7 +30,7 @@ from quire.sched.speculation import SpeculationPolicy
 from quire.sim.check.check import CheckReport, run_trial
 from quire.sim.check.scenario import Scenario
 from quire.weights.allocate import dummy_weights
-from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.draft_head_weights import load_draft_head
 from tests.llm.drafting import BLOCK_TOKENS, CROWDED, NUM_BLOCKS, assert_drafts_are_those, note_proposals
 from tests.llm.test_speculation import FREE, PROMPTS
 from tests.llm.tiny import byte_ids, tiny_llama, write_model
@@ -139,8 +139,8 @@ def run(choice: KernelChoice, *, drafts: bool, text: bool = False, depth: int = 
     if drafts:
         assert choice.draft_kernels is not None
         checkpoint = dummy_head(spec)
-        weights = load_eagle_weights(checkpoint, torch.float32, CUDA)
-        head = EagleHead(checkpoint.spec, weights, choice.kernels, LENGTH, model.embed)
+        weights = load_draft_head(checkpoint, torch.float32, CUDA)
+        head = DraftHead(checkpoint.spec, weights, choice.kernels, LENGTH, model.embed)
         keys, states = (
             new_store(each, BLOCKS, BLOCK_SIZE, CUDA)
             for each in (head.kv_geometry, feature_geometry(head.hidden_size, torch.float32))

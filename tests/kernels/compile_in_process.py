@@ -27,7 +27,7 @@ from quire.core.ids import Row, SequenceId
 from quire.core.model import ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
-from quire.formats.eagle_head import dummy_head
+from quire.formats.draft_head import dummy_head
 from quire.kernels.gpu import compile_workers, drafts
 from quire.kernels.gpu.activation import act_and_mul
 from quire.kernels.gpu.attention.dispatch import GpuAttention
@@ -42,7 +42,7 @@ from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.row_interface import EndColumns, RowColumns, RowState, Sampled
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.runner.device_draft_model import DeviceDraftModel
 from quire.runner.device_drafting import DraftConfig
 from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
@@ -51,7 +51,7 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.row_params import SamplingBatch
 from quire.weights.allocate import empty_weights
-from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.draft_head_weights import load_draft_head
 from tests.tiers import is_long
 
 WINDOWS = (0, 40, 40, 0, 40, 0, 40)
@@ -360,8 +360,8 @@ def compiled_with_a_draft_model(what: str) -> dict[str, object]:
     config = DraftModelConfig(draft, stores[1], 4096, SPEC.vocab_size)
     if what == "head":
         checkpoint = dummy_head(SPEC)
-        weights = load_eagle_weights(checkpoint, torch.bfloat16, META)
-        head = EagleHead(checkpoint.spec, weights, choice.kernels, 16, model.embed)
+        weights = load_draft_head(checkpoint, torch.bfloat16, META)
+        head = DraftHead(checkpoint.spec, weights, choice.kernels, 16, model.embed)
         geometries = (head.kv_geometry, feature_geometry(head.hidden_size, torch.bfloat16))
         keys, states = (new_store(each, 1, 16, META) for each in geometries)
         features = DraftFeatures(model.capture(checkpoint.spec.captured_layers), head.fuse, states)

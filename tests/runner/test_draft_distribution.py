@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.core.model import EagleSpec, ModelSpec, RopeSpec
+from quire.core.model import DraftHeadSpec, ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
@@ -24,7 +24,7 @@ from quire.kernels.draft_interface import verify_rows_reference
 from quire.kernels.interface import LayerCapture, StepLayout
 from quire.kernels.row_interface import EndColumns, RowState, Sampled
 from quire.kv.manager import KVManager
-from quire.models.eagle_head import EagleHead, EagleWeights
+from quire.models.draft_head import DraftHead, DraftHeadWeights
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
 from quire.runner.device_drafting import DraftConfig
@@ -73,7 +73,7 @@ class MarkovModel:
         return logits if out is None else out.copy_(logits)
 
 
-def random_head() -> EagleHead:
+def random_head() -> DraftHead:
     """Its states are as wide as the model's logits."""
     generator = torch.Generator().manual_seed(6)
 
@@ -86,9 +86,9 @@ def random_head() -> EagleHead:
     weights |= {"output": drawn(8, 8), "gate_up": drawn(16, 8), "down": drawn(8, 8)}
     own = LayerWeights(**weights)  # type: ignore[arg-type]
     table, decoder = drawn(VOCAB, 8), DecoderWeights(torch.empty(0, 8), (own,), torch.ones(8), drawn(VOCAB, 8))
-    spec = EagleSpec(layer, VOCAB, VOCAB, (0,))
-    eagle_weights = EagleWeights(drawn(8, VOCAB), torch.ones(8), decoder, None)
-    return EagleHead(spec, eagle_weights, TorchCpuKernels(), LENGTH, lambda tokens: table[tokens])
+    spec = DraftHeadSpec(layer, VOCAB, VOCAB, (0,))
+    weights_of_head = DraftHeadWeights(drawn(8, VOCAB), torch.ones(8), decoder, None)
+    return DraftHead(spec, weights_of_head, TorchCpuKernels(), LENGTH, lambda tokens: table[tokens])
 
 
 def runner_of(table: Tensor, drafted_by: str, num_blocks: int, block_size: int, captured: bool) -> ModelRunner:

@@ -80,7 +80,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleSpec:
+class DraftHeadSpec:
     """A head that drafts: one layer that reads a token and the hidden states of the model before it."""
 
     layer: ModelSpec  # its vocabulary is that of the drafts

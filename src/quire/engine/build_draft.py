@@ -14,16 +14,16 @@ from quire.engine.open_model import OpenedModel
 from quire.engine.resolved_config import ResolvedConfig
 from quire.engine.startup import StartupReporter
 from quire.formats.checkpoint import Checkpoint
-from quire.formats.eagle_head import EagleCheckpoint
+from quire.formats.draft_head import DraftHeadCheckpoint
 from quire.kernels.select import KernelChoice
 from quire.models.decoder import Decoder
-from quire.models.eagle_head import EagleHead, EagleWeights
+from quire.models.draft_head import DraftHead, DraftHeadWeights
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
 from quire.runner.draft_model import DraftFeatures, DraftModelConfig, feature_geometry
 from quire.runner.kv_store import new_store
 from quire.runner.warmup import time_steps, warm_up
-from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.draft_head_weights import load_draft_head
 
 _TIMED_LATER = "its passes are captured with the steps"  # and timed then
 
@@ -47,9 +47,9 @@ class LoadedDraft:
 class LoadedHead:
     """The weights of an EAGLE head or a multi-token-prediction layer, before the KV cache is sized."""
 
-    checkpoint: EagleCheckpoint
+    checkpoint: DraftHeadCheckpoint
     choice: KernelChoice
-    weights: EagleWeights
+    weights: DraftHeadWeights
     dtype: torch.dtype
 
     @property
@@ -81,13 +81,13 @@ def load_draft(
         return None
     assert opened.draft is not None, "the model was opened without its draft model"
     quiet = StartupReporter(loading=reporter.loading)
-    what = "a head that drafts" if isinstance(opened.draft, EagleCheckpoint) else "a draft model"
-    spec = opened.draft.spec.layer if isinstance(opened.draft, EagleCheckpoint) else opened.draft.spec
+    what = "a head that drafts" if isinstance(opened.draft, DraftHeadCheckpoint) else "a draft model"
+    spec = opened.draft.spec.layer if isinstance(opened.draft, DraftHeadCheckpoint) else opened.draft.spec
     choice = choose_kernels(config, spec, dtype, device, quiet)
     if device.type != "cpu":
         _check_captured(config, choice, what)
-    if isinstance(opened.draft, EagleCheckpoint):
-        head = load_eagle_weights(opened.draft, dtype, device, reporter.loading)
+    if isinstance(opened.draft, DraftHeadCheckpoint):
+        head = load_draft_head(opened.draft, dtype, device, reporter.loading)
         return LoadedHead(opened.draft, choice, head, dtype)
     weights = allocate_weights(config, opened.draft, dtype, device, quiet, choice).filled()
     return LoadedDraft(opened.draft, choice, weights, dtype)
@@ -138,7 +138,7 @@ def _build_head(
     loaded: LoadedHead, target: Decoder, resolved: ResolvedConfig, device: torch.device, reporter: StartupReporter
 ) -> BuiltDraft:
     spec = loaded.checkpoint.spec
-    head = EagleHead(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len, target.embed, target.logits)
+    head = DraftHead(spec, loaded.weights, loaded.choice.kernels, resolved.max_model_len, target.embed, target.logits)
     stores = make_stores(head, resolved, loaded.choice, device)
     stores.device.zero_()  # the last slot of a shared block may be read before its row wrote it
     features = DraftFeatures(

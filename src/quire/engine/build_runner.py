@@ -27,7 +27,7 @@ from quire.kernels.attention_backends import AttentionNeeds
 from quire.kernels.interface import AttentionRule, Weight
 from quire.kernels.select import KernelChoice, select_kernels
 from quire.models.decoder import Decoder
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_ipc import export_store
@@ -73,7 +73,7 @@ def choose_kernels(
 
 
 def make_stores(
-    model: Decoder | EagleHead,
+    model: Decoder | DraftHead,
     resolved: ResolvedConfig,
     choice: KernelChoice,
     device: torch.device,
@@ -103,7 +103,7 @@ def make_stores(
     return stores
 
 
-def _share_blocks(model: Decoder | EagleHead, resolved: ResolvedConfig, num_ranks: int) -> SharedBlocks:
+def _share_blocks(model: Decoder | DraftHead, resolved: ResolvedConfig, num_ranks: int) -> SharedBlocks:
     """With the null block."""
     block_bytes = model.kv_geometry.block_bytes(resolved.block_size)
     try:

@@ -17,7 +17,7 @@ from quire.core.sharding import check_divisible, check_stages
 from quire.core.speculative import parse_sources
 from quire.engine.resolved_config import check_length
 from quire.formats.checkpoint import Checkpoint, CheckpointSource, GenerationDefaults
-from quire.formats.eagle_head import DUMMY_HEAD, EagleCheckpoint, dummy_head, open_eagle_head, open_mtp_layer
+from quire.formats.draft_head import DUMMY_HEAD, DraftHeadCheckpoint, dummy_head, open_eagle_head, open_mtp_layer
 from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
 from quire.formats.presets import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class OpenedModel:
 
     name: str
     checkpoint: Checkpoint
-    draft: Checkpoint | EagleCheckpoint | None = None  # the draft model, or the head, that the settings name
+    draft: Checkpoint | DraftHeadCheckpoint | None = None  # the draft model, or the head, that the settings name
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -89,7 +89,7 @@ def open_model(
     return opened
 
 
-def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | EagleCheckpoint | None:
+def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> Checkpoint | DraftHeadCheckpoint | None:
     """The draft model or head, if the settings name one. A draft model must have the tokens of the model."""
     _, wanted, kind = parse_sources(config.speculative)
     if wanted is None:
@@ -126,7 +126,7 @@ def _open_draft(config: EngineConfig, opened: OpenedModel, fetching: Report) -> 
     )
 
 
-def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching: Report) -> EagleCheckpoint:
+def _open_head(config: EngineConfig, wanted: str, opened: OpenedModel, fetching: Report) -> DraftHeadCheckpoint:
     located = locate(wanted, fetch_hub=_fetch_hub, revision=None, token=config.token, report=fetching)
     if located.kind != "folder":
         raise ConfigError(

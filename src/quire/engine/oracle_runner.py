@@ -20,7 +20,7 @@ from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
 from quire.kernels.interface import LayerCapture, StepLayout
 from quire.kernels.row_interface import RowKernels
 from quire.kernels.select import select_kernels
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.models.interface import KvGeometry, Model
 from quire.models.oracle import OracleModel
 from quire.runner.device_drafting import DraftConfig, RowHistory
@@ -107,7 +107,7 @@ class CapturedOracle(OracleModel):
         return sums if selected is None else sums[selected]
 
 
-class HeadOracle(EagleHead):
+class HeadOracle(DraftHead):
     """A head that says what the oracle says. Its sum is that of the state before and of its token: a stale state, and a
     token beside another's state, makes it wrong. It keeps both as key and value, and where one pair does not follow
     from the one before, it is wrong, too: so its own slots may not be stale either. A block may be shared up to its

@@ -33,7 +33,7 @@ from quire.kernels.draft_interface import DraftKernels
 from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import EndColumns, RowColumns, RowKernels, RowState, Sampled, SamplingStage, slots_of
 from quire.kernels.transfers import HostCopy, upload, upload_integers
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.models.interface import Model
 from quire.runner.cuda_graphs import GraphCapturer, PlacedInput, Replay, StepTimes, seconds_of
 from quire.runner.draft_model import MAX_CATCH_UP, DraftModelConfig
@@ -154,8 +154,8 @@ class DeviceDraftModel:
         find: FindDrafts | None = None,  # what is drafted before the model is asked
     ) -> None:
         assert table.history is not None
-        self._model: Model | EagleHead = config.model
-        self.source = config.model.source if isinstance(config.model, EagleHead) else "draft"
+        self._model: Model | DraftHead = config.model
+        self.source = config.model.source if isinstance(config.model, DraftHead) else "draft"
         self._stores, self._max_positions, self._vocab_size = config.stores, config.max_positions, config.vocab_size
         self._features, self._hidden = config.features, table.lengths[:0]
         self._shift, self._window = 0, _WINDOW  # slots by which keys and values are before their token
@@ -417,7 +417,7 @@ class DeviceDraftModel:
         known, kv = tokens.clamp(0, self._model.vocab_size - 1), self._stores.device
         if self._features is None:
             return self._model.forward(known, layout, kv, selected)
-        assert isinstance(self._model, EagleHead), "features are for heads"
+        assert isinstance(self._model, DraftHead), "features are for heads"
         states = self._features.read(layout.slots) if before is None else before
         return self._model.forward(known, layout, kv, selected, states)
 

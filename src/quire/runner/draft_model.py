@@ -5,7 +5,7 @@ copies, forks, preemptions and prefix hits are the same. The draft model compute
 drafts, so it may lag behind. `DraftedBlocks` counts how much of each block it has, and a row begins where its blocks
 end: at what another request with the same prefix had computed, or one token behind after all drafts were accepted.
 
-An EAGLE head or a multi-token-prediction layer (`models/eagle_head.py`) is such a model, too. It reads `DraftFeatures`
+An EAGLE head or a multi-token-prediction layer (`models/draft_head.py`) is such a model, too. It reads `DraftFeatures`
 beside tokens: a hidden state of each token that the model computed, in blocks of the KV cache's ids, too; of an EAGLE
 head fused of several. For drafts it reads its own output of the position before. Its keys and values of a token are in
 the slot of the token before: the first token has none.
@@ -30,7 +30,7 @@ from quire.core.step import StepPlan
 from quire.kernels.interface import LayerCapture, StepLayout
 from quire.kernels.row_interface import RowColumns, slots_of
 from quire.kernels.transfers import upload_integers
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.models.interface import KvGeometry, Model
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
@@ -123,11 +123,11 @@ class DraftFeatures:
 class DraftModelConfig(NamedTuple):
     """A draft model and its store, which has the blocks of the model's own."""
 
-    model: Model | EagleHead
+    model: Model | DraftHead
     stores: KvStores
     max_positions: int  # that it was trained for: it drafts nothing behind them
     vocab_size: int  # of the model that it drafts for
-    features: DraftFeatures | None = None  # what an EAGLE head reads
+    features: DraftFeatures | None = None  # what a head reads
 
     @property
     def all_stores(self) -> list[KvStores]:
@@ -198,7 +198,7 @@ class DraftModel:
         self._sampler = sampler
         self._blocks = DraftedBlocks(config.stores, table)
         self._unverified: dict[Row, int] = {}  # rows with drafts in the last step, and their tokens before it
-        self.source = self._model.source if isinstance(self._model, EagleHead) else "draft"
+        self.source = self._model.source if isinstance(self._model, DraftHead) else "draft"
         self._lag = 0 if self.features is None else 1  # slots by which keys and values are before their token
 
     def apply(self, plan: StepPlan) -> None:
@@ -280,7 +280,7 @@ class DraftModel:
         if self.features is None:
             hidden = self._model.forward(known, layout, self._stores.device, last)
         else:
-            assert isinstance(self._model, EagleHead), "features are for heads"
+            assert isinstance(self._model, DraftHead), "features are for heads"
             features = self.features.read(layout.slots) if before is None else before
             hidden = self._model.forward(known, layout, self._stores.device, last, features)
         for part in parts:

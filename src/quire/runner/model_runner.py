@@ -192,7 +192,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _note_features(self, slots: NDArray[np.int64] | None) -> None:
-        """The model has computed the tokens of these slots: an EAGLE head reads its states of them."""
+        """The model has computed the tokens of these slots: a head reads its states of them."""
         if self._features is not None and slots is not None:
             self._features.note(slots)
 

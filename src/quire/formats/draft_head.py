@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound, UnsupportedModel
-from quire.core.model import EagleSpec, ModelSpec
+from quire.core.model import DraftHeadSpec, ModelSpec
 from quire.formats.checkpoint import Checkpoint, StoredTensor
 from quire.formats.families import BY_NAME, FAMILIES
 from quire.formats.hf_config import read_spec
@@ -70,15 +70,15 @@ HEAD_NAMES = {  # by what they are as drafters
 
 
 @dataclass(frozen=True, slots=True)
-class EagleCheckpoint:
+class DraftHeadCheckpoint:
     """Everything about a head except its weights. Tensors are named by `HEAD_NAMES`."""
 
     path: Path
-    spec: EagleSpec
+    spec: DraftHeadSpec
     tensors: Mapping[str, StoredTensor]  # none: dummy weights
 
 
-def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleCheckpoint:
+def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> DraftHeadCheckpoint:
     """The head in a folder, if it fits the model."""
     if not (folder / CONFIG).is_file():
         raise ModelNotFound(f"{folder} has no {CONFIG}, so it is not the folder of an EAGLE-3 head.")
@@ -93,7 +93,7 @@ def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleC
         )
     _check_fit(config, layer, target, target_name)
     stored = {_canonical(name): tensor for name, tensor in index_tensors(folder).items()}
-    spec = EagleSpec(
+    spec = DraftHeadSpec(
         layer=replace(
             layer,
             family="eagle3",
@@ -108,13 +108,13 @@ def open_eagle_head(folder: Path, target: ModelSpec, target_name: str) -> EagleC
         maps_tokens="d2t" in stored,
     )
     _check_tensors(str(folder), spec, stored)
-    return EagleCheckpoint(folder, spec, stored)
+    return DraftHeadCheckpoint(folder, spec, stored)
 
 
-def dummy_head(target: ModelSpec) -> EagleCheckpoint:
+def dummy_head(target: ModelSpec) -> DraftHeadCheckpoint:
     """A head without files, for measurements: one layer of the model's shape, and a fourth of its tokens."""
     number = target.num_layers
-    spec = EagleSpec(
+    spec = DraftHeadSpec(
         layer=replace(
             target,
             family="eagle3",
@@ -131,10 +131,10 @@ def dummy_head(target: ModelSpec) -> EagleCheckpoint:
         own_embedding=False,
         maps_tokens=True,
     )
-    return EagleCheckpoint(Path(DUMMY_HEAD), spec, {})
+    return DraftHeadCheckpoint(Path(DUMMY_HEAD), spec, {})
 
 
-def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> EagleCheckpoint:
+def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> DraftHeadCheckpoint:
     """The multi-token-prediction layer among a model's own tensors."""
     spec = checkpoint.spec
     prefix = BY_NAME[spec.family].mtp_layers
@@ -152,7 +152,7 @@ def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> Eagle
             f"{checkpoint.path} has {len(numbers)} multi-token-prediction layers ({prefix}*, numbered "
             f"{', '.join(sorted(numbers))}); quire reads models with one, number 0. Use --speculative auto."
         )
-    head = EagleSpec(
+    head = DraftHeadSpec(
         layer=replace(spec, num_layers=1, tied_embeddings=False, windows=()),
         target_hidden_size=spec.hidden_size,
         target_vocab_size=spec.vocab_size,
@@ -162,7 +162,7 @@ def open_mtp_layer(checkpoint: Checkpoint, name: str, speculative: str) -> Eagle
     )
     own = {each.removeprefix(f"{prefix}0."): tensor for each, tensor in stored.items()}
     _check_tensors(f"{checkpoint.path} ({prefix}0)", head, own)
-    return EagleCheckpoint(checkpoint.path, head, own)
+    return DraftHeadCheckpoint(checkpoint.path, head, own)
 
 
 def _check_kind(config: JsonFields) -> None:
@@ -219,7 +219,7 @@ def _canonical(name: str) -> str:
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
 
-def eagle_shapes(spec: EagleSpec) -> dict[str, tuple[int, ...]]:
+def head_shapes(spec: DraftHeadSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that a head must have, by its name, and its shape."""
     layer, hidden, names = spec.layer, spec.layer.hidden_size, HEAD_NAMES[spec.source]
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
@@ -257,8 +257,8 @@ def eagle_shapes(spec: EagleSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_tensors(place: str, spec: EagleSpec, stored: Mapping[str, StoredTensor]) -> None:
-    shapes = eagle_shapes(spec)
+def _check_tensors(place: str, spec: DraftHeadSpec, stored: Mapping[str, StoredTensor]) -> None:
+    shapes = head_shapes(spec)
     missing = sorted(name for name in shapes if name not in stored)
     left_over = sorted(name for name in stored if name not in shapes and name != "t2d")
     title = HEAD_NAMES[spec.source].title

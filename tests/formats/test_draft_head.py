@@ -8,9 +8,9 @@ import torch
 
 from quire.core.errors import BrokenModelFile, ConfigError, QuireError
 from quire.core.model import ModelSpec, RopeSpec
-from quire.formats.eagle_head import open_eagle_head, open_mtp_layer
+from quire.formats.draft_head import open_eagle_head, open_mtp_layer
 from quire.formats.hf_folder import open_folder
-from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.draft_head_weights import load_draft_head
 from quire.weights.names import expected_tensors
 from tests.llm.tiny import VOCAB, tiny_llama
 from tests.models.eagle_reference import ReferenceHead
@@ -88,7 +88,7 @@ def test_a_map_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     reference.d2t[-1] += 40
     checkpoint = open_eagle_head(reference.write(tmp_path), TARGET, "the model")
     with pytest.raises(BrokenModelFile, match="128 draft tokens to 128 tokens from 3 to 297; each needs its own, from"):
-        load_eagle_weights(checkpoint, torch.float32, torch.device("cpu"))
+        load_draft_head(checkpoint, torch.float32, torch.device("cpu"))
 
 
 def test_the_layer_among_the_tensors_of_a_model(tmp_path: Path) -> None:

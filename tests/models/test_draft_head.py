@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.formats.eagle_head import open_eagle_head, open_mtp_layer
+from quire.formats.draft_head import open_eagle_head, open_mtp_layer
 from quire.formats.hf_folder import open_folder
 from quire.models.decoder import Decoder
-from quire.models.eagle_head import EagleHead
+from quire.models.draft_head import DraftHead
 from quire.runner.kv_store import new_store
-from quire.weights.eagle_weights import load_eagle_weights
+from quire.weights.draft_head_weights import load_draft_head
 from tests.kernels.cpu_kernels import cpu_kernels, each_kernels
 from tests.kernels.layouts import Pages, Part
 from tests.models.eagle_reference import ReferenceHead
@@ -80,8 +80,8 @@ def test_the_head_says_what_the_reference_says(tmp_path: Path, name: str) -> Non
     folder = reference.write(tmp_path, embed_tokens=True, prefix="model.")
     checkpoint = open_eagle_head(folder, twin.spec, "the model")
     kernels, text = cpu_kernels(name), texts()[2]
-    weights = load_eagle_weights(checkpoint, torch.float32, CPU)
-    head = EagleHead(checkpoint.spec, weights, kernels, 32, lambda tokens: pytest.fail("it has an embedding"))
+    weights = load_draft_head(checkpoint, torch.float32, CPU)
+    head = DraftHead(checkpoint.spec, weights, kernels, 32, lambda tokens: pytest.fail("it has an embedding"))
     pages = Pages.shuffled([len(text) - 1], 4, 1)
     store = new_store(head.kv_geometry, pages.num_blocks, 4, CPU).device
     with torch.inference_mode():
@@ -102,8 +102,8 @@ def test_a_multi_token_prediction_layer_says_what_the_reference_says(tmp_path: P
     checkpoint = open_mtp_layer(open_folder(reference.write(tmp_path)), "the model", "mtp")
     assert checkpoint.spec.captured_layers == (twin.spec.num_layers,)
     target = Decoder(twin.spec, twin.weights, kernels, 32)
-    weights = load_eagle_weights(checkpoint, torch.float32, CPU)
-    head = EagleHead(checkpoint.spec, weights, kernels, 32, target.embed, target.logits)
+    weights = load_draft_head(checkpoint, torch.float32, CPU)
+    head = DraftHead(checkpoint.spec, weights, kernels, 32, target.embed, target.logits)
     pages = Pages.shuffled([len(text)], 4, 1)
     store = new_store(head.kv_geometry, pages.num_blocks, 4, CPU).device
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.core.model import EagleSpec
+from quire.core.model import DraftHeadSpec
 from quire.kernels.interface import AttentionRule, Kernels, PackedMatrix, StepLayout
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import GatedMlp, Linear
@@ -28,7 +28,7 @@ Logits = Callable[[Tensor], Tensor]  # [n, hidden], normed, to [n, vocab] float3
 
 
 @dataclass(frozen=True, slots=True)
-class EagleWeights:
+class DraftHeadWeights:
     """Matrices are [out, in] in the model's dtype, norms and biases float32."""
 
     fuse: Tensor | None  # [hidden, captured * target hidden]; None: one state is read as it is
@@ -39,15 +39,15 @@ class EagleWeights:
     token_norm: Tensor | None = None  # [hidden]; None: the first norm of the layer
 
 
-class EagleHead:
+class DraftHead:
     """The head over a KV store of its own, for sequences of up to `max_length` tokens."""
 
     row_decoder = None
 
     def __init__(
         self,
-        spec: EagleSpec,
-        weights: EagleWeights,
+        spec: DraftHeadSpec,
+        weights: DraftHeadWeights,
         kernels: Kernels,
         max_length: int,
         target_embed: Embed,
@@ -112,7 +112,7 @@ class EagleHead:
     def kv_geometry(self) -> KvGeometry:
         return KvGeometry.of(self._spec.layer, self._kernels.kv_dtype(self._dtype))
 
-    def truncated(self) -> "EagleHead":
+    def truncated(self) -> "DraftHead":
         return self
 
     @torch.inference_mode()

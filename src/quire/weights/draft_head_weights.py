@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
-from quire.formats.eagle_head import HEAD_NAMES, EagleCheckpoint, eagle_shapes
-from quire.models.eagle_head import EagleWeights
+from quire.formats.draft_head import HEAD_NAMES, DraftHeadCheckpoint, head_shapes
+from quire.models.draft_head import DraftHeadWeights
 from quire.models.parameters import DecoderWeights, LayerWeights
 from quire.weights.allocate import DEVIATION
 from quire.weights.dequantize import FloatsOnly
@@ -18,9 +18,9 @@ from quire.weights.tensor_reader import read_exactly, slices_of
 class _HeadTensors:
     """Allocates tensors, and remembers what fills them."""
 
-    def __init__(self, checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: DraftHeadCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._shapes = eagle_shapes(checkpoint.spec)
+        self._shapes = head_shapes(checkpoint.spec)
         self._parts: list[tuple[str, Tensor]] = []
 
     def tensor(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,9 +58,9 @@ class _HeadTensors:
                 destination.copy_(torch.randn(destination.shape, generator=generator) * DEVIATION)
 
 
-def load_eagle_weights(
-    checkpoint: EagleCheckpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
-) -> EagleWeights:
+def load_draft_head(
+    checkpoint: DraftHeadCheckpoint, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> DraftHeadWeights:
     """Matrices in this dtype, norms and biases in float32."""
     tensors, spec, names = _HeadTensors(checkpoint, dtype, device), checkpoint.spec, HEAD_NAMES[checkpoint.spec.source]
     attention, mlp = f"{names.layer}self_attn.{{}}_proj.{{}}", f"{names.layer}mlp.{{}}_proj.weight"
@@ -83,7 +83,7 @@ def load_eagle_weights(
     nothing = torch.empty(0, spec.layer.hidden_size, dtype=dtype, device=device)
     embedding = tensors.tensor("embed_tokens.weight") if spec.own_embedding else nothing
     head = tensors.tensor(names.head) if spec.own_head else nothing
-    weights = EagleWeights(
+    weights = DraftHeadWeights(
         fuse=tensors.matrix(names.fuse),
         hidden_norm=tensors.vector(names.state_norm),
         layer=DecoderWeights(embedding, (layer,), tensors.vector(names.final_norm), head),
@@ -95,7 +95,7 @@ def load_eagle_weights(
     return weights
 
 
-def _target_tokens(checkpoint: EagleCheckpoint, device: torch.device) -> Tensor:
+def _target_tokens(checkpoint: DraftHeadCheckpoint, device: torch.device) -> Tensor:
     """The model's token of each draft token: `d2t` has the difference."""
     vocab_size = checkpoint.spec.target_vocab_size
     if not checkpoint.tensors:
