@@ -131,6 +131,25 @@ def test_outputs_with_a_layer_are_the_same(folder: Path) -> None:
     assert counters.drafted_tokens > counters.accepted_tokens > 0
 
 
+def test_outputs_with_captured_passes_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests of all kinds beside each other, with a step in flight. The text and the tree draft first."""
+    kinds = choices(("greedy", "penalties", "logprobs", "json drawn", "siblings"), tuple(KINDS))
+    params = [SamplingParams(**{"max_tokens": 16} | KINDS[kind]) for kind in kinds]
+    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(len(params))]
+
+    def said_by(llm: LLM) -> list[tuple[object, ...]]:
+        outputs = [each for output in llm.generate(prompts, params) for each in output.outputs]
+        return [(each.token_ids, each.text, each.finish_reason) for each in outputs]
+
+    wanted = said_by(on_device(folder, monkeypatch))
+    drafting = always(on_device(folder, monkeypatch, speculative="auto+mtp", run_ahead=1))
+    for _ in range(2):
+        assert said_by(drafting) == wanted
+    counters = drafting._built.engine.scheduler.counters
+    drafted, accepted = (dict(zip(DRAFTERS, each, strict=True)) for each in (counters.drafted_by, counters.accepted_by))
+    assert drafted["mtp"] > accepted["mtp"] and min(accepted["text"], accepted["grammar"]) > 0
+
+
 def test_text_and_tree_draft_before_the_layer(folder: Path) -> None:
     plain, drafting = LLM(str(folder), **SETTINGS), LLM(str(folder), **SETTINGS, speculative="auto+mtp")
     assert drafting._built.resolved.drafters == ("ngram", "tree", "mtp")

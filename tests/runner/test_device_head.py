@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.speculative import DRAFTERS
 from quire.engine.oracle_runner import CapturedOracle, HeadOracle, torch_oracle
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS, DraftKernels
 from quire.kernels.interface import StepLayout
@@ -139,6 +140,9 @@ def test_what_the_text_says_is_drafted_first_and_the_head_goes_on_behind_it() ->
     driven.begin()
     result = driven.run(drafts={0: 4}, num_decoding=1)
     assert verified(result) == [(4, 4)] and result.tokens.tolist() == said[:5]
+    assert [DRAFTERS[source] for source in result.verified.sources] == ["text"]
+    again = driven.run(drafts={0: 2}, num_decoding=1)
+    assert verified(again) == [(2, 2)] and [DRAFTERS[source] for source in again.verified.sources] == ["eagle"]
 
 
 def test_padding_writes_nothing() -> None:

@@ -179,12 +179,14 @@ class LayerCapture:
         self.layers = layers
         self.states: Tensor | None = None  # [tokens, layers * hidden], dtype of the activations or float32
         # Reads the states as a part of the step, with the slot of each token: where steps are captured or in flight.
+        # They are not kept then: they may be in the memory of a CUDA graph, which others use after it.
         self.sink: Callable[[Tensor, Tensor], None] | None = None
 
     def take(self, states: Tensor, slots: Tensor) -> None:
         """states: [tokens, layers * hidden]; slots: [tokens] int64."""
-        self.states = states
-        if self.sink is not None:
+        if self.sink is None:
+            self.states = states
+        else:
             self.sink(slots, states)
 
 

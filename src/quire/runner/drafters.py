@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IntArray, Row
-from quire.core.speculative import DRAFTERS
+from quire.core.speculative import DRAFTERS, MODEL_DRAFTERS
 from quire.core.step import Drafts, ForcedTokens, RowStart
 
 # The default model on stories and quotations, drawn at temperature 0.8: after 2 tokens that occurred before, the next
@@ -150,8 +150,8 @@ class Drafted(NamedTuple):
     counts: NDArray[np.int64]  # [n]
     tokens: IntArray  # [sum of counts]
     sources: IntArray  # [n]: of the drafts, by place in `DRAFTERS`
-    # [n]: whether a row's drafts are from its text and not by a draft model, where only the device knows; once they are
-    # verified.
+    # [n]: whether a row's drafts are from its text and not by a draft model or a head, where only the device knows;
+    # once they are verified.
     by_text: Callable[[], NDArray[np.bool_]] | None = None
 
     @property
@@ -159,7 +159,7 @@ class Drafted(NamedTuple):
         """`sources`, once the drafts are verified."""
         if self.by_text is None:
             return self.sources
-        from_model = self.sources == DRAFTERS.index("draft")
+        from_model = np.isin(self.sources, [DRAFTERS.index(name) for name in MODEL_DRAFTERS])
         return np.where(from_model & self.by_text(), DRAFTERS.index("text"), self.sources).astype(np.int32)
 
     def of_rows(self, rows: Iterable[Row]) -> dict[Row, IntArray]:
