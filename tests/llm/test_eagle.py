@@ -63,6 +63,7 @@ def test_drafts_are_those_of_the_reference(
     assert_drafts_are_those(reference, plain, drafting, PROMPTS, note_proposals(monkeypatch))
     audit_rest(drafting._built.engine.scheduler)
     counters = drafting._built.engine.scheduler.counters
+    assert counters.moved_blocks > 0
     by_drafter = dict(zip(DRAFTERS, counters.drafted_by, strict=True))
     assert by_drafter["eagle"] == counters.drafted_tokens
 
@@ -79,6 +80,7 @@ def test_drafts_in_captured_passes_are_those_of_the_reference(
     drafting = on_device(tiny_folder, monkeypatch, **settings)
     assert drafting._built.resolved.num_blocks == 12
     assert_drafts_are_those(reference, plain, drafting, PROMPTS, note_proposals(monkeypatch))
+    assert drafting._built.engine.scheduler.counters.moved_blocks > 0
     assert drafting._built.engine._loop._runner.num_replayed > 40
 
 
