@@ -70,7 +70,7 @@ def test_no_draft_of_the_integer_oracle_is_wrong(choice: KernelChoice, reference
         return WatchedRunner(runners[-1], counts)
 
     report = CheckReport(3)
-    for trial in (*TRIALS, 1, 6, 21, 25, 62, 70, 100, 115):
+    for trial in (*TRIALS, 1, 6, 25, 62, 70, 100, 115):
         run_trial(3_000_000 + trial, report, watched, min_tokens=False)  # type: ignore[arg-type]
     assert report.violations == [] and report.preemptions > 0
     assert counts[0] == counts[1] > 200, "a draft was computed from a stale state or block"

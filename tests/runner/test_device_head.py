@@ -24,7 +24,7 @@ from tests.runner.test_device_draft_model import Text, WatchedRunner, next_row
 from tests.runner.test_draft_model import BLOCK, CPU, NUM_BLOCKS, PROMPT, VOCAB, verified
 from tests.tiers import choices
 
-TRIALS = (3, 7, 41, 64, 97)  # with forks, copies, preemptions, swaps, lost steps, and one or two steps in flight
+TRIALS = (3, 7, 21, 41, 64, 97)  # with forks, copies, preemptions, swaps, aborts, lost steps, one or two in flight
 
 
 class RecordingHead(HeadOracle):
@@ -171,7 +171,7 @@ def test_the_kernels_of_a_gpu_draft_the_same() -> None:
 
 
 @pytest.mark.parametrize("place", choices(("device",), ("device", "host")))
-def test_no_draft_is_wrong_through_forks_copies_preemptions_swaps_and_lost_steps(place: str) -> None:
+def test_no_draft_is_wrong_through_forks_copies_preemptions_swaps_aborts_and_lost_steps(place: str) -> None:
     counts = [0, 0]
     row_kernels = REFERENCE_ROW_KERNELS if place == "device" else None
 
