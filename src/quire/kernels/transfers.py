@@ -3,6 +3,8 @@
 Copies use pinned memory: a copy from pageable memory, or a blocking one, waits for all work queued on the device.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,27 +30,45 @@ def upload_integers(device: torch.device, *arrays: NDArray[np.integer]) -> tuple
 
 
 class PinnedUpload:
-    """Uploads the first lines of one buffer, again and again, while the device computes what was launched before.
+    """Uploads the first lines of one buffer, again and again, while the device computes what was launched before: on a
+    stream of its own, which waits only for what reads the buffer, or used its memory before."""
 
-    The caller writes `lines`, and then waits for work that was launched after the upload before it writes them again.
-    """
-
-    __slots__ = ("_device", "_host", "_stream", "lines")
+    __slots__ = ("_copied", "_device", "_host", "_read", "_stream")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._host = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         self._device = torch.empty(shape, dtype=dtype, device=device) if device.type != "cpu" else self._host
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.lines: NDArray[Any] = self._host.numpy()
+        self._copied: torch.cuda.Event | None = None  # the last upload
+        self._read = self._launched()  # what has read it, and now, what had this memory
 
-    def upload(self, count: int) -> Tensor:
-        """The first lines on the device. What is launched from now on sees them."""
-        if self._stream is not None:
+    def __len__(self) -> int:
+        return len(self._host)
+
+    @property
+    def lines(self) -> NDArray[Any]:
+        """To be written, and then uploaded."""
+        if self._copied is not None:
+            self._copied.synchronize()  # it is over, unless the step before was given up
+        lines: NDArray[Any] = self._host.numpy()
+        return lines
+
+    @contextmanager
+    def uploaded(self, count: int) -> Iterator[Tensor]:
+        """The first lines on the device, for what is launched within."""
+        if self._stream is not None and self._read is not None:
             with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._read)
                 self._device[:count].copy_(self._host[:count], non_blocking=True)
-            torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
-        return self._device[:count]
+                self._copied = self._stream.record_event()
+            torch.cuda.current_stream(self._device.device).wait_event(self._copied)
+        yield self._device[:count]
+        self._read = self._launched()
+
+    def _launched(self) -> torch.cuda.Event | None:
+        """All that was launched so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device.device).record_event()
 
 
 class HostCopy:

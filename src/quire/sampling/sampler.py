@@ -231,19 +231,20 @@ class Sampler:
         masks: Masks,
     ) -> None:
         """Forbid in the logits of these rows what their masks do not allow: what `sample` does for rows that need no
-        other logit processor. Masks of later passes are for the lines behind. Call again only when the tokens were
-        received."""
+        other logit processor. Masks of later passes are for the lines behind."""
         assert self._row_kernels is not None, "no kernel was given"
         count = len(masks.rows)
         if not count:
             return
-        if count > len(self._masks.lines):
+        if count > len(self._masks):
             self._masks = self._mask_lines(max(count, min(2 * count, self._max_rows)))
         line_of = np.zeros(self._max_rows, dtype=np.int32)
         line_of[rows] = lines
-        self._masks.lines[:count, 0] = line_of[masks.rows] + masks.numbers
-        self._masks.lines[:count, 1:] = masks.bits
-        self._row_kernels.mask_logits(logits, self._masks.upload(count))
+        written = self._masks.lines[:count]
+        written[:, 0] = line_of[masks.rows] + masks.numbers
+        written[:, 1:] = masks.bits
+        with self._masks.uploaded(count) as uploaded:
+            self._row_kernels.mask_logits(logits, uploaded)
 
     def _mask_lines(self, count: int) -> PinnedUpload:
         return PinnedUpload((count, 1 + self._no_masks.shape[1]), torch.int32, self._no_masks.device)
