@@ -113,6 +113,12 @@ def test_torch_free_packages_load_no_torch_even_through_others() -> None:
     assert loaded_by(imports, "torch", "triton", "transformers") == ""
 
 
+def test_a_server_loads_no_scheduler_and_no_block_manager() -> None:
+    """Its engines have them: a server talks to them in messages."""
+    code = "import quire.cli.serve, quire.server.app, quire.server.server"
+    assert loaded_by(code, "torch", "quire.engine.engine", "quire.sched.scheduler", "quire.kv.manager") == ""
+
+
 def test_an_engine_starts_without_the_compiler_of_torch() -> None:
     """Nor does the choice of kernels, which finds torch's own attention without using it."""
     code = """

@@ -12,15 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import BlockOwner
 from quire.core.shared_blocks import BlockAddress, ConnectionEnded, LeaseEnded, MemoryRefused, SharedBlocks
-from quire.kv.prefix_holds import HeldPrefix
-from quire.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:  # a server imports its messages, and no scheduler
+    from quire.kv.prefix_holds import HeldPrefix
+    from quire.sched.scheduler import Scheduler
 
 LEASE_S = 10.0  # a decode engine copies within milliseconds, unless a step of its own takes long
 COPY_BYTES = 32 << 20  # between two steps: some 10 ms
@@ -103,7 +105,7 @@ class PrefixExports:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: "Scheduler",
         shared: SharedBlocks,
         layout: str,
         clock: Callable[[], float],
@@ -185,7 +187,7 @@ class ImportDone(NamedTuple):
 @dataclass(slots=True)
 class _Import:
     token: int
-    held: HeldPrefix
+    held: "HeldPrefix"
     source: BlockSource
     sources: list[int]  # of the blocks that are missing here
     block_bytes: int
@@ -199,7 +201,7 @@ class PrefixImports:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: "Scheduler",
         layout: str,
         open_source: Callable[[BlockAddress], BlockSource],
         clock: Callable[[], float],

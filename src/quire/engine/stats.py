@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 from quire.core.speculative import DRAFTERS
-from quire.engine.engine import Engine
 from quire.sched.pacing import StepBound
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine  # a server reads statistics, and imports no engine
 
 _GIB = 1 << 30
 
@@ -191,7 +194,7 @@ class EngineStats:
     waiting_for: str | None  # why the queue head is not admitted
 
 
-def stats_of(engine: Engine) -> EngineStats:
+def stats_of(engine: "Engine") -> EngineStats:
     scheduler = engine.scheduler
     kv, pool = scheduler.kv, scheduler.kv.pool
     counters, cause, launches = scheduler.counters, scheduler.wait_cause, engine.launches
