@@ -31,6 +31,7 @@ from quire.engine.messages import (
     StartEngine,
     StopSequence,
 )
+from quire.engine.open_model import OpenedModel
 from quire.engine.prefix_transfer import ImportDone, PrefixImports
 from quire.engine.request_validator import RequestValidator
 from quire.engine.stats import EngineStats
@@ -41,7 +42,6 @@ from quire.sched.cost_model import Constants, CostTable
 from quire.sched.loop import Progress
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import SimStep, ToyRunner
-from quire.text.tokenizer import Tokenizer
 
 VOCAB = 50
 
@@ -271,7 +271,7 @@ class HeldGrammars(GrammarMasks):
     """Each grammar is compiled when the test lets it, and refused."""
 
     def __init__(self) -> None:
-        super().__init__(cast(Tokenizer, None), (), VOCAB)  # no vocabulary is read
+        super().__init__(cast(OpenedModel, None), VOCAB)  # no vocabulary is read
         self.begun: list[str] = []
         self.allowed = threading.Semaphore(0)
 
