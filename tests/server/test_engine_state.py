@@ -19,6 +19,7 @@ class View:
         self.num_asked, self.step, self.now_s = 0, 10, 0.0
         self.first = 0  # step that is recorded
         self.queue = [{"tenant": "a", "num_requests": 1}, {"tenant": "b", "num_requests": 2}]
+        self.engine: int | None = None
         self.failure: Exception | None = None
         self.stalled: asyncio.Event | None = None
         self.num_waiting = 0  # questions that are not answered
@@ -35,7 +36,8 @@ class View:
         self.num_asked += 1
         self.step += 1
         steps = [{"step": number} for number in range(max(since + 1, self.first), self.step + 1)]
-        return json.dumps({"step": self.step, "queue": self.queue, "steps": steps}).encode()
+        named = {} if self.engine is None else {"engine": self.engine}
+        return json.dumps({**named, "step": self.step, "queue": self.queue, "steps": steps}).encode()
 
     async def ask(self, state: EngineState, since: int = -1, own: str | None = None) -> dict[str, Any]:
         return json.loads(await state.describe(since, own))  # type: ignore[no-any-return]
@@ -51,6 +53,35 @@ def test_a_flood_of_requests_asks_the_engine_a_few_times_a_second() -> None:
         return view.num_asked
 
     assert 20 <= asyncio.run(flood()) <= 26
+
+
+def test_questions_that_failed_are_no_debt() -> None:
+    async def watch() -> None:
+        view = View()
+        state = EngineState(view.query, lambda: view.now_s)
+        view.failure = EngineLost("it loads")
+        for _ in range(300):  # while an engine loads
+            with pytest.raises(EngineLost):
+                await view.ask(state)
+        view.failure = None
+        for number in range(3):
+            view.now_s += 0.1
+            assert (await view.ask(state))["step"] == 11 + number
+
+    asyncio.run(watch())
+
+
+def test_a_reply_is_whole_though_the_next_question_fails() -> None:
+    async def watch() -> None:
+        view = View()
+        state = EngineState(view.query, lambda: view.now_s)
+        first = asyncio.ensure_future(view.ask(state))
+        await asyncio.sleep(0)
+        assert state._reply is not None
+        state._reply.add_done_callback(lambda _: setattr(state, "_fields", {}))  # the next question fails at once
+        assert (await first)["step"] == 11
+
+    asyncio.run(watch())
 
 
 def test_a_watcher_gets_each_step_once_and_the_names_of_its_own_requests() -> None:
@@ -158,6 +189,35 @@ def test_a_stream_begins_again_with_another_engine() -> None:
         assert again["since"] == -1 and [each["step"] for each in again["steps"]] == list(range(5)), "asked again"
         [event] = await streams.next()
         assert json.loads(event.body)["since"] == 4
+
+    asyncio.run(watch())
+
+
+def test_a_stream_begins_again_with_an_engine_that_has_made_more_steps() -> None:
+    async def watch() -> None:
+        streams = Streams(1)
+        streams.view.engine = 1
+        for _ in range(3):
+            [event] = await streams.next()
+        assert event.step == 13
+        streams.view.engine, streams.view.step, streams.view.first = 2, 5000, 4999
+        [event] = await streams.next()
+        again = json.loads(event.body)
+        assert again["since"] == -1 and [each["step"] for each in again["steps"]] == [4999, 5000, 5001, 5002]
+
+    asyncio.run(watch())
+
+
+def test_a_stream_that_sends_when_it_is_woken_does_not_wait() -> None:
+    async def watch() -> None:
+        view = View()
+        state = EngineState(view.query, lambda: view.now_s, lambda: 3600.0)
+        stream = follow(lambda: state, -1, None)
+        await anext(stream)
+        state.wake()  # its event is being written
+        view.now_s += 1
+        await asyncio.wait_for(anext(stream), PATIENCE_S)
+        await stream.aclose()
 
     asyncio.run(watch())
 

@@ -4,6 +4,7 @@ Plain numbers only. Steps are recorded only while the view is watched: from a qu
 seconds. Does not depend on HTTP, and holds nothing of prompts or outputs.
 """
 
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import takewhile
@@ -58,8 +59,15 @@ class ScheduledEngine(Protocol):
 class EngineView:
     """Records the steps of an engine while it is watched, and describes its state."""
 
-    def __init__(self, engine: ScheduledEngine, clock: Callable[[], float], watched_s: float = WATCHED_S) -> None:
+    def __init__(
+        self,
+        engine: ScheduledEngine,
+        clock: Callable[[], float],
+        watched_s: float = WATCHED_S,
+        number: int | None = None,  # tells its steps from another engine's; None: any
+    ) -> None:
         self._engine = engine
+        self._number = secrets.randbits(32) if number is None else number
         self._clock = clock
         self._watched_s = watched_s
         self._watched_until_s = -1.0
@@ -111,6 +119,7 @@ class EngineView:
         running = scheduler.running_sequences()
         states, owners = self._cells()
         return {
+            "engine": self._number,
             "now_s": now_s,
             "step": scheduler.last_absorbed,
             "num_blocks": pool.num_blocks,

@@ -123,7 +123,7 @@ class ReplayPlayer:
     def _restart(self) -> None:
         self._replayer = Replayer(self._contents)
         self._position = 0
-        self._view = EngineView(self, lambda: self._replayer.now_s, watched_s=math.inf)
+        self._view = EngineView(self, lambda: self._replayer.now_s, watched_s=math.inf, number=0)
         self._view.describe(-1)  # records steps from now on
 
     def _move(self) -> None:

@@ -363,7 +363,7 @@ async def explain(server: RoutedServer, request: Request) -> Response:
     request_id = request.path_params["request_id"]
     slot = _slot_of(server.router, request_id)
     numbers = slot.server.engine.numbers_of(request_id)
-    if slot.status in (ModelStatus.UNLOADED, ModelStatus.UNLOADING):
+    if slot.status is not ModelStatus.LOADED:
         raise UnknownRequest(
             f"The model {shown(slot.name)} was unloaded, and its engine's record of this request with it.",
             param="request_id",

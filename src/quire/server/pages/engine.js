@@ -268,7 +268,7 @@ function take(data) {
   if (!latest.replay) begin();
 }
 
-/** Read the stream until it breaks or is closed: one at a time, and none while nobody looks. */
+/** Read the stream until it breaks or is closed: one at a time, and none while the page is hidden. */
 async function follow() {
   clearTimeout(retry);
   if (stream !== null || paused || document.hidden) return;
@@ -299,7 +299,7 @@ function fail(error) {
   numFailures += 1;
   notice(error.message, error.status === 401);
   if (error.status === 401) return; // the form opens it
-  if (error.status) begin();
+  if (error.code === "model_unavailable") begin();
   retry = setTimeout(follow, retryMs(numFailures, error.retryAfter ?? 0, Math.random()));
 }
 
@@ -315,7 +315,9 @@ function reopen() {
   follow();
 }
 
+let measuring = false;
 async function readMetrics() {
+  measuring = true;
   if (stream !== null && !numFailures) {
     try {
       const page = await (await request("metrics")).text();
@@ -359,13 +361,13 @@ function listModels({ data }) {
   byId("models").append(new Option("the one used last", ""), ...data.filter(({ id, root }) => id === root).map(({ id }) => new Option(id, id)));
 }
 
-let begun = false;
-/** What a live engine has beside the stream, also where a model is to be chosen first. */
+let listing = false;
+/** The list of models of a live engine, also where one is to be chosen first. Asked for again after a failure. */
 function begin() {
-  if (begun) return;
-  begun = true;
-  request("v1/models").then((response) => response.json()).then(listModels, () => {});
-  readMetrics();
+  if (listing) return;
+  listing = true;
+  request("v1/models").then((response) => response.json()).then(listModels, () => { listing = false; });
+  if (!measuring) readMetrics();
 }
 
 bindReplay(notice);

@@ -39,9 +39,10 @@ export class Timeline {
 }
 
 /** The state after an event of the stream: the first one has all fields, later ones those that have changed. Its steps go to the timeline,
- * in the place of those that are there if it goes on after an earlier one: another engine, or a replay that went back. */
+ * in the place of those that are there if they are of another engine, or of a replay that went back. */
 export function stateAfter(before, { since, steps, ...changed }, timeline) {
-  if (since < timeline.last) timeline.steps = [];
+  const isOther = before !== null && "engine" in changed && changed.engine !== before.engine;
+  if (isOther || since < timeline.last) timeline.steps = [];
   timeline.add(steps);
   return { ...before, ...changed };
 }
