@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from numbers import Integral
 from typing import Unpack, cast
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from rich.console import Console
@@ -82,9 +82,11 @@ class LLM:
     def _serve(self, built: BuiltEngine, in_errors: Callable[[], AbstractContextManager[None]]) -> None:
         note_engine_process()
         self._built: BuiltEngine | None = built
+        self._client: LocalClient | None = LocalClient(built.engine, built.tokenizer)
         self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
         self._abandoned: deque[RequestState] = deque()
-        self._looked_for: WeakSet[DeltaStream | PendingOutputs] = WeakSet()  # were here at the last collection
+        # Unread deltas of a stream at which garbage is collected, where it was collected for it before.
+        self._look_at: WeakKeyDictionary[DeltaStream | PendingOutputs, int] = WeakKeyDictionary()
         self._format: ModelFormat | None = None
         self._in_errors = in_errors
 
@@ -102,12 +104,12 @@ class LLM:
     @property
     def built(self) -> BuiltEngine:
         if self._built is None:
-            raise EngineFailed("This LLM is closed; create a new one.")
+            raise _closed()
         return self._built
 
     def close(self) -> None:
         """Free the model's memory. No request may be running. Idempotent."""
-        self._built = None
+        self._built = self._client = None
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
@@ -121,7 +123,9 @@ class LLM:
     @property
     def client(self) -> LocalClient:
         check_not_forked()  # on the compute path only: the tokenizer may be used in a forked process
-        return self.built.client
+        if self._client is None:
+            raise _closed()
+        return self._client
 
     def submit(self, prompt: Prompt, params: SamplingParams, **keywords: Unpack[SubmitOptions]) -> RequestState:
         """Queue a prompt; all other methods read its outputs."""
@@ -425,20 +429,25 @@ class LLM:
                 other = self._readers.get(delta.request_id)
                 if other is not None:
                     other.put(delta)
-                    unread = unread or (other.num_unread >= _NUM_UNREAD and other not in self._looked_for)
+                    unread = unread or other.num_unread >= self._look_at.get(other, _NUM_UNREAD)
             if unread:
                 self._collect_streams()
 
     def _collect_streams(self) -> None:
-        """Drop streams that only garbage refers to, such as the frames that a web framework leaves in a cycle. Once for
-        the streams that are open: a collection of a large heap takes long."""
+        """Drop streams that only garbage refers to, such as the frames that a web framework leaves in a cycle. A
+        collection of a large heap takes long: for a stream that stays, the next one is at twice as many deltas."""
         gc.collect()
-        self._looked_for.update(self._readers.values())
+        for reader in self._readers.values():
+            self._look_at[reader] = max(2 * reader.num_unread, _NUM_UNREAD)
 
     def _abort(self, states: list[RequestState]) -> None:
         for state in states:
             if not state.finished:
                 self.client.abort(state)
+
+
+def _closed() -> EngineFailed:
+    return EngineFailed("This LLM is closed; create a new one.")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

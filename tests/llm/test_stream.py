@@ -192,13 +192,15 @@ def test_a_stream_that_its_reader_has_left_is_let_go(llm, monkeypatch):
     try:
         for _ in range(3):
             Garbage(llm)
-        kept = llm.stream("kept", ENDLESS)
+        kept, later = llm.stream("kept", ENDLESS), [Garbage(llm)]
         llm.generate("beside", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
         assert len(collections) == 1  # for all of them: a collection takes long
+        assert len(llm._readers) == llm.built.engine.scheduler.num_running == 2
+        later.clear()
+        llm.generate("beside", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+        assert len(collections) == 2  # at twice as many
         assert list(llm._readers.values()) == [kept]
         assert llm.built.engine.scheduler.num_running == 1
-        llm.generate("beside", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
-        assert len(collections) == 1
         assert len(list(kept)) == 400
     finally:
         gc.unfreeze()

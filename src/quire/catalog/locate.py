@@ -173,9 +173,9 @@ def paths_beginning(text: str) -> list[str]:
             here = os.path.join(folder, path.name)
             if not path.name.startswith(name) or path.name.startswith(".") > name.startswith("."):
                 continue
-            if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
+            if path.suffix.lower() == ".gguf" or os.path.isfile(path / "config.json"):  # neither raises an OSError
                 found.append(here)
-            elif path.is_dir():
+            elif os.path.isdir(path):
                 folders.append(f"{here}/")
     return found + folders
 

@@ -55,7 +55,8 @@ def hub_folder() -> Path:
     """Where huggingface_hub keeps models. To import it takes longer than the completion of a name may."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expanduser(os.path.expandvars(hub)))
 
 
 def check_space(folder: Path, num_bytes: int, name: str, variable: str) -> None:

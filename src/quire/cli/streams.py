@@ -107,9 +107,12 @@ def _ended_by_signals(said: str, status: int) -> Iterator[None]:
     """SIGINT and SIGTERM, where they would interrupt the block, end the process with this line and status."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        clear = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the spinner's line, its hidden cursor
-        os.write(2, f"{clear}{said}\n".encode())
-        os._exit(status)
+        try:
+            os.write(2, f"{clear}{said}\n".encode())
+        finally:  # stderr may be closed
+            os._exit(status)
+
+    clear = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the spinner's line, its hidden cursor
 
     before = {}
     if threading.current_thread() is threading.main_thread():

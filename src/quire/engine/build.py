@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -41,7 +41,6 @@ from quire.engine.build_scheduler import (
 )
 from quire.engine.engine import Engine
 from quire.engine.first_steps import Precompilation, dry_run, first_steps, start_precompilation
-from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.prefix_transfer import DEVICE_COPY_BYTES, EngineRole
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine and what it was built from."""
 
@@ -82,10 +81,6 @@ class BuiltEngine:
     kernels: str
     memory: MemoryUsage
     attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
-
-    @cached_property
-    def client(self) -> LocalClient:
-        return LocalClient(self.engine, self.tokenizer)
 
     @property
     def name(self) -> str:

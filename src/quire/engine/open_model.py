@@ -74,7 +74,7 @@ def open_model(
 ) -> OpenedModel:
     """Find the model, and fetch it if it must be. A scripted one has no positions to run out of. `found` is called
     when nothing but the tokenizer, and the draft model, can be refused any more. The tokenizer is read here, which
-    refuses a broken one, or by who asks for it first."""
+    refuses a broken one, or at its first use."""
     name, checkpoint = find_checkpoint(config, fetching)
     if not scripted:
         check_length(config, checkpoint.spec)

@@ -63,8 +63,10 @@ class PinnedUpload:
                 self._device[:count].copy_(self._host[:count], non_blocking=True)
                 self._copied = self._stream.record_event()
             torch.cuda.current_stream(self._device.device).wait_event(self._copied)
-        yield self._device[:count]
-        self._read = self._launched()
+        try:
+            yield self._device[:count]
+        finally:
+            self._read = self._launched()
 
     def _launched(self) -> torch.cuda.Event | None:
         """All that was launched so far."""

@@ -158,7 +158,7 @@ class DraftHead:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden] of `forward`. [rows, vocabulary of the model] float32; -inf: never drafted."""
-        assert out is None, "no head is captured"
+        assert out is None, "the logits of a head have no buffer"
         normed = self._kernels.rms_norm(hidden.to(self._activation_dtype), self._final_norm, self._spec.layer.norm_eps)
         assert self._logits is not None, "there is neither a head of its own nor that of the model"
         logits = self._logits(normed)

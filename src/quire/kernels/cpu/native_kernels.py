@@ -305,6 +305,7 @@ class NativeStack:
         """Memory for what enters the layers of a step, if it is captured."""
         if self._capture is None:
             return None
+        assert self._capture.sink is None, "the host reads the states of native steps"
         layers = self._capture.layers
         states = self._capture.states = torch.empty(num_tokens, len(layers) * self._model.hidden)
         step.num_captured, step.captured = len(layers), states.data_ptr()
