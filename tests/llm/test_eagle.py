@@ -13,7 +13,6 @@ from quire.engine import build_draft
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
-from quire.engine.startup import StartupReporter
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice, select_kernels
@@ -128,7 +127,7 @@ def test_a_head_on_a_gpu_needs_kernels_that_can_be_captured(
     ):
         monkeypatch.setattr(build_draft, "choose_kernels", lambda *args, chosen=chosen: chosen)
         with pytest.raises(ConfigError, match=message):
-            build_draft.load_draft(config, opened, torch.float32, torch.device("cuda"), StartupReporter())
+            build_draft.choose_draft_kernels(config, opened, torch.float32, torch.device("cuda"))
 
 
 def test_a_head_has_the_states_of_every_token_that_the_model_computed(tiny_folder: Path, head: Path) -> None:

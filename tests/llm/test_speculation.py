@@ -19,7 +19,6 @@ from quire.engine import build_draft
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
-from quire.engine.startup import StartupReporter
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice
@@ -380,7 +379,7 @@ def test_a_draft_model_on_a_gpu_needs_kernels_that_can_be_captured(
     ):
         monkeypatch.setattr(build_draft, "choose_kernels", lambda *args, chosen=chosen: chosen)
         with pytest.raises(ConfigError, match=message):
-            build_draft.load_draft(config, opened, torch.float32, torch.device("cuda"), StartupReporter())
+            build_draft.choose_draft_kernels(config, opened, torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from quire.core.model import ModelSpec
 from quire.core.sharding import Shard
 from quire.core.step import Runner
 from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
-from quire.engine.build_draft import BuiltDraft, LoadedDraft, LoadedHead, build_draft, load_draft
+from quire.engine.build_draft import BuiltDraft, LoadedDraft, LoadedHead, build_draft, choose_draft_kernels, load_draft
 from quire.engine.build_ranks import RankCheck, RankGroups, Ranks
 from quire.engine.build_runner import (
     DTYPES,
@@ -154,12 +154,13 @@ def build(
     spec = shard.spec(checkpoint.spec)
     reporter.done("config", _model_line(config, spec))
     choice = choose_kernels(config, spec, DTYPES[dtype], device, reporter)
+    draft_choice = choose_draft_kernels(config, opened, DTYPES[dtype], device)
     grammars = make_grammars(opened, spec.vocab_size)
     unfilled = allocate_weights(config, checkpoint, DTYPES[dtype], device, reporter, choice, shard)
     weights = unfilled.weights
     if precompilation is None:  # free memory is measured after the weights are loaded and packed
         unfilled.fill()
-    loaded_draft = load_draft(config, opened, DTYPES[dtype], device, reporter)
+    loaded_draft = load_draft(config, opened, draft_choice, DTYPES[dtype], device, reporter)
     machine = inspect(device) if ranks is None else ranks.wait_loaded(device)
     resolved = resolve(config, spec, _kv_bytes(spec, choice, DTYPES[dtype], loaded_draft), machine, serving=serving)
     groups, choice = (RankGroups(), choice) if ranks is None else ranks.join(resolved, spec, choice)

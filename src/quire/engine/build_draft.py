@@ -73,19 +73,33 @@ class BuiltDraft:
     times: StepTimes | None  # None on a GPU, where its captured passes are timed
 
 
-def load_draft(
-    config: EngineConfig, opened: OpenedModel, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
-) -> LoadedDraft | LoadedHead | None:
-    """None if the settings name no draft model. Its weights are quantized as those of the model."""
+def choose_draft_kernels(
+    config: EngineConfig, opened: OpenedModel, dtype: torch.dtype, device: torch.device
+) -> KernelChoice | None:
+    """None if the settings name no draft model. One that a GPU cannot run is refused, before anything is loaded."""
     if parse_sources(config.speculative).model is None:
         return None
     assert opened.draft is not None, "the model was opened without its draft model"
-    quiet = StartupReporter(loading=reporter.loading)
     what = "a head that drafts" if isinstance(opened.draft, DraftHeadCheckpoint) else "a draft model"
     spec = opened.draft.spec.layer if isinstance(opened.draft, DraftHeadCheckpoint) else opened.draft.spec
-    choice = choose_kernels(config, spec, dtype, device, quiet)
+    choice = choose_kernels(config, spec, dtype, device, StartupReporter())
     if device.type != "cpu":
         _check_captured(config, choice, what)
+    return choice
+
+
+def load_draft(
+    config: EngineConfig,
+    opened: OpenedModel,
+    choice: KernelChoice | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    reporter: StartupReporter,
+) -> LoadedDraft | LoadedHead | None:
+    """None without a draft model. Its weights are quantized as those of the model."""
+    if choice is None or opened.draft is None:
+        return None
+    quiet = StartupReporter(loading=reporter.loading)
     if isinstance(opened.draft, DraftHeadCheckpoint):
         head = load_draft_head(opened.draft, dtype, device, reporter.loading)
         return LoadedHead(opened.draft, choice, head, dtype)
