@@ -337,7 +337,8 @@ def test_a_draft_model_on_the_device_changes_no_output(
             dict(zip(DRAFTERS, each, strict=True)) for each in (counters.drafted_by, counters.accepted_by)
         )
         assert drafted["draft"] > accepted["draft"] > 0 and accepted["grammar"] > 0
-        assert (accepted["text"] > 0) == bool(beside), "what the text says is drafted first"
+        # Alone, a row under a grammar has its last token as a draft where nothing is forced, and may be right.
+        assert accepted["text"] > 0 or not beside, "what the text says is drafted first"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
