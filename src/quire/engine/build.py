@@ -141,8 +141,7 @@ def build(
     """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
     A benchmark may observe the runner, and plant the acceptance of drafts. With `serving`, prefill is limited by the
-    ITL target. `opened`: the model, if found before; `shared_gpu`: see `Ranks`; `journal`: of the scheduler's calls.
-    """
+    ITL target. `opened`: the model, if found before; `shared_gpu`: see `Ranks`; `journal`: of the scheduler's calls."""
     reporter = reporter or StartupReporter()
     device = _choose_device(config, role, transport)
     precompilation = start_precompilation(device, reporter)
