@@ -90,11 +90,12 @@ from importlib.machinery import EXTENSION_SUFFIXES
 def extensions():
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     return {name for name, file in files.items() if file.endswith(tuple(EXTENSION_SUFFIXES))}
-from quire.engine.startup import preload_torch
+from quire.engine.startup import import_without_torch, preload_torch
 preload_torch().join()
 before = extensions()
-import quire.engine.engine_server, quire.engine.open_model, quire.formats.open_checkpoint
-assert "torch" not in sys.modules
+import_without_torch()
+import quire.engine.engine_server, quire.formats.open_checkpoint
+assert "quire.sched.scheduler" in sys.modules and "torch" not in sys.modules
 print(sorted(extensions() - before))
 """
     child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -94,7 +94,7 @@ def first_token(config: EngineConfig, opened: OpenedModel, times: ImportTimes, s
     """In the measured process: loads the model, makes one token; the time of each phase."""
     phases = [
         StartupPhase("python", times.reached_s - times.started_s, "interpreter and command line"),
-        StartupPhase("model", times.opened_s - times.reached_s, "file and tokenizer; torch's libraries meanwhile"),
+        StartupPhase("model", times.opened_s - times.reached_s, "and scheduler's imports; torch's libraries meanwhile"),
         StartupPhase("torch", times.torch_s - times.opened_s, "import"),
         StartupPhase("quire", time.monotonic() - times.torch_s, "import"),
     ]

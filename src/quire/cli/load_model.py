@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core.process import gc_postponed
 from quire.core.step import Runner
 from quire.engine.open_model import OpenedModel, open_model
-from quire.engine.startup import StartupPhase, StartupReporter, preload_torch
+from quire.engine.startup import StartupPhase, StartupReporter, import_without_torch, preload_torch
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class NamedModel(NamedTuple):
 
 def open_named(model: str | None, given: Mapping[str, object]) -> NamedModel:
     """Checks the settings and opens the model's files; fetches them if they are not here. Torch's libraries are loaded
-    while the tokenizer is read."""
+    while the tokenizer is read and what needs no torch is imported."""
     config = engine_config(model, given)
     with progress_bars() as bars, gc_postponed():
-        return NamedModel(config, open_model(config, bars.fetched, found=preload_torch))
+        opened = open_model(config, bars.fetched, found=preload_torch)
+        import_without_torch()
+    return NamedModel(config, opened)
 
 
 def start(

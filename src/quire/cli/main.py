@@ -441,10 +441,13 @@ def bench_first_token(since_s: float, batch: bool) -> None:
     """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
     reached_s = time.monotonic()
     with gc_frozen_imports():
-        from quire.engine.open_model import open_model
-        from quire.engine.startup import preload_torch
+        from quire.engine.startup import import_without_torch, preload_torch
 
-        opened = open_model(config := EngineConfig(**json.load(sys.stdin)), found=preload_torch)
+        preload_torch()
+        import_without_torch()
+        from quire.engine.open_model import open_model
+
+        opened = open_model(config := EngineConfig(**json.load(sys.stdin)))
         opened_s = time.monotonic()
         import torch  # noqa: F401  # timed alone: most of the import time
 

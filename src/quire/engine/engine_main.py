@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from quire.core.errors import ConfigError, QuireError
 from quire.core.process import die_with_parent, freeze_heap, gc_frozen_imports, leave_signals_to_parent
-from quire.engine.startup import IMPORT_FIRST, StartupReporter, preload_torch
+from quire.engine.startup import IMPORT_FIRST, StartupReporter, import_without_torch, preload_torch
 
 if TYPE_CHECKING:
     from quire.engine.block_transport import BlockTransport
@@ -63,8 +63,8 @@ def _import_engine(*, with_torch: bool) -> None:
     with gc_frozen_imports():
         if with_torch:
             preload_torch()
+        import_without_torch()
         import quire.engine.engine_server
-        import quire.engine.open_model
 
         if with_torch:
             import quire.engine.build  # noqa: F401

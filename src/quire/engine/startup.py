@@ -99,6 +99,16 @@ def preload_torch() -> Thread | None:
     return thread
 
 
+# What every engine imports and needs no torch, with what they import: its scheduler, mostly.
+_WITHOUT_TORCH = ("quire.engine.engine", "quire.engine.open_model", "quire.engine.build_scheduler")
+
+
+def import_without_torch() -> None:
+    """While `preload_torch` goes on: half of an engine's modules."""
+    for name in _WITHOUT_TORCH:
+        import_module(name)
+
+
 def _load_libraries(folder: Path) -> None:
     """A library that cannot be loaded is left to the import, which says why."""
     dlopen = ctypes.CDLL(None).dlopen  # not `CDLL(path)`, which keeps Python's lock
