@@ -21,6 +21,7 @@ READS_ENVIRONMENT = {
     "kernels/cpu/native_build.py": "XDG_CACHE_HOME, CXX, and for tests the set of instructions to compile for",
     "cli/main.py": "names that are almost an option's, for a warning",
     "core/worker_process.py": "handed on to the worker, with one thread of BLAS",
+    "engine/build.py": "handed on to engine/machine.py, which names what MPS reads",
     "engine/build_ranks.py": "CUDA_VISIBLE_DEVICES: which GPU is the next one",
     "engine/rank_processes.py": "handed on to a rank, with CUDA_VISIBLE_DEVICES",
     "bench/race.py": "handed on to the processes that are measured",

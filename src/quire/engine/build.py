@@ -41,7 +41,7 @@ from quire.engine.build_scheduler import (
 )
 from quire.engine.engine import Engine
 from quire.engine.first_steps import Precompilation, dry_run, first_steps, start_precompilation
-from quire.engine.machine import inspect, pick_device
+from quire.engine.machine import check_mps_share, inspect, lower_mps_priority, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.prefix_transfer import DEVICE_COPY_BYTES, EngineRole
 from quire.engine.resolved_config import MachineInfo, ResolvedConfig, resolve
@@ -204,8 +204,11 @@ def _make_stores(
 def _choose_device(config: EngineConfig, role: EngineRole, transport: BlockTransport) -> torch.device:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if role is EngineRole.PREFILL:
+        lower_mps_priority(os.environ)
     device = pick_device(config.device)
     check_role(role, config, device, transport)
+    check_mps_share(os.environ, device)
     return device
 
 

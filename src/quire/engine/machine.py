@@ -1,12 +1,21 @@
-"""Machine information from torch and the operating system: device, memory, fast dtypes."""
+"""Machine information from torch and the operating system: device, memory, fast dtypes.
+
+And of processes that share a GPU through MPS, NVIDIA's multi-process service: its settings are variables of the
+environment of each. A prefill engine lowers its own priority, so that steps that generate tokens come first; without
+MPS that has no effect. A limited share of the GPU is checked: on an H200 (driver 580) matrix products were wrong, some
+of them NaN, in a process with 70, 75 or 80 % of its multiprocessors.
+"""
 
 import os
+from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
+from itertools import product
+from math import nan
 from pathlib import Path
 
 import torch
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, shown
 from quire.core.process import num_cores
 from quire.engine.resolved_config import MachineInfo
 from quire.kernels.cpu.native_build import cpu_flags
@@ -17,6 +26,10 @@ _RELEVANT_FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve"),
 )
+
+MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0 normal, 1 below
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_PRODUCT_ROWS, _PRODUCT_WIDTHS, _REPEATS = (1, 16, 64, 256, 1024, 4096), (1024, 4096), 3
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -67,6 +80,40 @@ def cpu_features() -> tuple[str, ...]:
     """Relevant instruction sets of this CPU."""
     flags = cpu_flags()
     return tuple(name for name in _RELEVANT_FEATURES if name in flags)
+
+
+def lower_mps_priority(environment: MutableMapping[str, str]) -> None:
+    """What the environment says already stays. Before CUDA is initialized."""
+    environment.setdefault(MPS_PRIORITY, "1")
+
+
+def check_mps_share(environment: Mapping[str, str], device: torch.device) -> None:
+    """Refuse a share of the GPU with which products are wrong. In about 0.1 s, and only where a share is set."""
+    share = environment.get(MPS_SHARE)
+    if share is None or device.type != "cuda":
+        return
+    wrong = wrong_products(device)
+    torch.cuda.empty_cache()  # free memory is measured later
+    if wrong:
+        number = len(_PRODUCT_ROWS) * len(_PRODUCT_WIDTHS) * _REPEATS
+        raise ConfigError(
+            f"{MPS_SHARE} is {shown(share)}, and with it this GPU computes wrong matrix products: {len(wrong)} of "
+            f"{number}, the first {wrong[0]}. Omit it, or use another share, such as 50."
+        )
+
+
+def wrong_products(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """The shapes whose products of ones are wrong. All are as wide as the sums: powers of two, exact in any dtype."""
+    wrong = []
+    for rows, width in product(_PRODUCT_ROWS, _PRODUCT_WIDTHS):
+        left = torch.ones((rows, width), dtype=dtype, device=device)
+        right = torch.ones((width, width), dtype=dtype, device=device)
+        for _ in range(_REPEATS):
+            result = torch.full((rows, width), nan, dtype=dtype, device=device)
+            torch.mm(left, right, out=result)
+            if not torch.all(result == width).item():
+                wrong.append(f"{rows} × {width} × {width}")
+    return wrong
 
 
 def _lines(path: Path) -> list[str]:
