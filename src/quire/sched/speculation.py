@@ -22,7 +22,7 @@ from quire.core.step import StepResult
 from quire.sched.cost_model import CostTable, StepShape
 from quire.sched.lookup_hits import LookupHits
 
-MAX_DRAFTS = 8  # of one row in one step; arbitrary: beyond it even a row whose drafts are good gains little
+MAX_DRAFTS = 11  # of one row in one step: with its own token as many as CPU kernels compute at once
 # None of these numbers was tuned.
 _DECAY = 0.9  # of what is remembered of a row, per step with drafts
 _SHARED_DECAY = 0.995  # of all rows together

@@ -34,8 +34,9 @@ static inline void each_strip(int64_t token, int64_t end, const Body& body) {
         for (; token + n <= end; token += n) body(n, token);
     };
     strips(std::integral_constant<int, kStripTokens>{});
-    if constexpr (kStripTokens > 8) strips(std::integral_constant<int, 8>{});
+    if constexpr (kStripTokens > 8) strips(std::integral_constant<int, 8>{}), strips(std::integral_constant<int, 6>{});
     strips(std::integral_constant<int, 4>{});
+    strips(std::integral_constant<int, 3>{});
     strips(std::integral_constant<int, 2>{});
     strips(std::integral_constant<int, 1>{});
 }
@@ -46,7 +47,7 @@ constexpr bool kStripProducts = true;
 constexpr int kStripVectors = 2;
 constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
 constexpr int kStripGroups = 6;          // whose words, and the activations of a strip, fit the first cache
-constexpr int kFewestStripTokens = 5;    // of a step: fewer are as fast without
+constexpr int kFewestStripTokens = 3;    // of a step: fewer are as fast without
 #if defined(QUIRE_MATRIX_UNIT)
 constexpr int kTokensAtOnce = 256;
 #else
@@ -60,11 +61,12 @@ struct WideGroup {
     Simd::Float scales[2][kVectors];  // the second: of the other half, or the minimum
 };
 
-// Where the rows of some vectors lie: a panel, and the first row in it.
+// Where the rows of some vectors lie: a panel, and the first row in it; and the panel after it of this thread.
 template <int kVectors>
 struct PanelRows {
     const uint8_t* panels[kVectors];
     int rows[kVectors];
+    const uint8_t* next[kVectors];
 };
 
 template <class F, int quad, int kVectors>
@@ -109,11 +111,22 @@ static inline void strip_dots(const WideGroup<kVectors>& weights, const StripGro
     }
 }
 
-// Adds the products of `count` groups to the totals of a strip. totals: [n, kVectors, kLanes].
+// Requests a group of each panel: those that are widened next, while products are computed.
+template <class F, int kVectors>
+static inline void prefetch_group(const uint8_t* const (&panels)[kVectors], int group) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++)
+        if (v == 0 || panels[v] != panels[v - 1])
+#pragma GCC unroll 16
+            for (int i = 0; i < F::kBytes; i += kLine) __builtin_prefetch(panels[v] + (int64_t)group * F::kBytes + i);
+}
+
+// Adds the products of `count` groups to the totals of a strip. totals: [n, kVectors, kLanes]. `ahead`: groups to request, or null.
 template <class F, int n, int kVectors>
-static inline void strip_tile(const WideGroup<kVectors>* weights, const StripGroup<n>* x, int count, float* totals) {
+static inline void strip_tile(const WideGroup<kVectors>* weights, const StripGroup<n>* x, int count, float* totals, const uint8_t* const (*ahead)[kVectors]) {
     for (int g = 0; g < count; g++, weights++, x++) {
         asm volatile("" ::: "memory");
+        if (ahead) prefetch_group<F>(*ahead, g);
         Simd::Dots dots[n][kVectors];
         Simd::Float products[n][kVectors];
         strip_dots(*weights, *x, 0, kPairs / F::kScales, dots);
@@ -152,13 +165,15 @@ static inline void strip_rows(const PanelRows<kVectors>& from, const Rows& x, in
     for (int first = 0; first < groups; first += kStripGroups) {
         const int count = std::min(kStripGroups, groups - first);
         for (int g = 0; g < count; g++) widen_group<F>(from, first + g, wide[g]);
+        const uint8_t* ahead[kVectors];
+        for (int v = 0; v < kVectors; v++) ahead[v] = first + count < groups ? from.panels[v] + (int64_t)(first + count) * F::kBytes : from.next[v];
         each_strip(token, end, [&](auto n, int64_t t) {
             const auto* strip = reinterpret_cast<const StripGroup<n>*>(x.strips + t * groups * kStripWords);
             float* products = totals + (t - token) * kRows;
             float* rows = out + (t - token) * stride;
             const bool last = first + count == groups;
             for (int i = 0; last && i < n; i++) finish.prefetch(rows + i * stride);
-            strip_tile<F, n>(wide, strip + first, count, products);
+            strip_tile<F, n>(wide, strip + first, count, products, t == token ? &ahead : nullptr);
             for (int i = 0; last && i < n; i++) finish(products + i * kRows, rows + i * stride);
         });
     }
@@ -189,7 +204,11 @@ static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_
     const int64_t bytes = (int64_t)F::kBytes * (x.width / kGroup);
     auto vectors = [&](auto n, int row) {
         PanelRows<n> from;
-        for (int v = 0; v < n; v++) from.panels[v] = panels + (row + v * Simd::kLanes) / kPanelRows * bytes, from.rows[v] = v * Simd::kLanes % kPanelRows;
+        for (int v = 0; v < n; v++) {
+            from.panels[v] = panels + (row + v * Simd::kLanes) / kPanelRows * bytes;
+            from.rows[v] = v * Simd::kLanes % kPanelRows;
+            from.next[v] = from.panels[v] + kStripPanels * bytes;
+        }
         strip_rows<F, n>(from, x, token, end, out + row, stride, StoreRows{std::min(n * Simd::kLanes, count - row)});
     };
     for (int row = 0; row < count; row += kStripVectors * Simd::kLanes)
@@ -200,8 +219,9 @@ static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_
 // A panel of gates and one of the values beside them: activation(gate) * value. out: [tokens, stride].
 template <class F>
 static void strip_gate(const uint8_t* gates, const uint8_t* values, int32_t activation, const Rows& x, int64_t token, int64_t end, float* out, int64_t stride) {
+    const int64_t bytes = (int64_t)F::kBytes * (x.width / kGroup);
     for (int row = 0; row < kPanelRows; row += Simd::kLanes)
-        strip_rows<F, 2>(PanelRows<2>{{gates, values}, {row, row}}, x, token, end, out + row, stride, GateRows{activation});
+        strip_rows<F, 2>(PanelRows<2>{{gates, values}, {row, row}, {gates + bytes, values + bytes}}, x, token, end, out + row, stride, GateRows{activation});
 }
 
 // The activations of one strip, as `quantize_row` has them. x: [n, width]; out: [groups]. Each stage for all tokens, so
