@@ -182,8 +182,13 @@ class StepPlan:
     @property
     def repeats(self) -> bool:
         """Whether it names nothing but blocks: the rows that are decoding compute one token each."""
+        return self.only_decodes and not len(self.drafts)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it names nothing but blocks and drafts: the same rows decode as before."""
         named = self.moves or self.releases or self.starts or self.appends or self.chunks or self.pauses or self.masked
-        return not (named or self.num_padding or self.reset or len(self.drafts))
+        return not (named or self.num_padding or self.reset)
 
     @property
     def num_tokens(self) -> int:

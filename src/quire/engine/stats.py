@@ -162,6 +162,9 @@ class EngineStats:
     accepted_at_6: int
     accepted_at_7: int
     accepted_at_8: int
+    accepted_at_9: int
+    accepted_at_10: int
+    accepted_at_11: int
     drafted_by_grammar: int  # by drafter
     drafted_by_tree: int
     drafted_by_ngram: int

@@ -169,6 +169,13 @@ class RowColumns(NamedTuple):
     alive: Tensor  # [max_rows] bool
 
 
+class DraftOutcome(NamedTuple):
+    """What greedy rows with drafts got."""
+
+    outcome: NDArray[np.int64]  # [5, rows + drafts], as `FinishRows`: of each row itself, and then of its drafts
+    advances: IntArray  # [rows]: how many of these each row has, the first ones; 0: it was not alive
+
+
 class GreedyStep(Protocol):
     """A whole step of rows that decode greedily. It may run again for as long as no row starts or is released."""
 
@@ -178,6 +185,10 @@ class GreedyStep(Protocol):
     @property
     def outcome(self) -> NDArray[np.int64]:
         """Of the last call: [5, rows], as `FinishRows`, on the host. A copy."""
+
+    def verify(self, counts: IntArray, tokens: NDArray[np.int64]) -> DraftOutcome:
+        """The step with drafts: a row gets tokens as long as they are those drafted. counts: [rows]; tokens: [drafts],
+        one row after the other."""
 
 
 class NextTokens(NamedTuple):

@@ -167,6 +167,12 @@ class Drafted(NamedTuple):
         by_row = dict(zip(self.rows.tolist(), np.split(self.tokens, np.cumsum(self.counts)[:-1]), strict=True))
         return {row: by_row[row] for row in rows if row in by_row}
 
+    def in_order(self, rows: IntArray) -> tuple[IntArray, NDArray[np.int64]]:
+        """The number of drafts of each of these rows, and all their drafts, one row after the other."""
+        by_row = self.of_rows(Row(row) for row in rows.tolist())
+        counts = np.array([len(by_row.get(row, _NOTHING)) for row in rows.tolist()], dtype=np.int32)
+        return counts, np.concatenate([by_row[row] for row in rows.tolist() if row in by_row], dtype=np.int64)
+
 
 class Drafting:
     """The tokens of every row, and the drafters that are asked for each, in order, until one proposes something; a
@@ -203,6 +209,12 @@ class Drafting:
         self._unread.append((rows, outcome))
         if len(self._unread) == _MAX_UNREAD:
             self._catch_up()
+
+    def append_passes(self, rows: IntArray, tokens: IntArray, numbers: IntArray) -> None:
+        """Row `rows[i]` emitted `tokens[i]`, after `numbers[i]` others of the same step."""
+        self._catch_up()
+        self._tokens[rows, self._lengths[rows] + numbers] = tokens
+        np.add.at(self._lengths, rows, 1)
 
     def _catch_up(self) -> None:
         """Read what was sampled since the last call: most steps propose nothing. Steps of the same rows together."""

@@ -7,6 +7,7 @@ One method, `launch`. Nothing between `launch` and `wait` synchronises with the 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -41,9 +42,16 @@ from quire.runner.draft_model import DraftFeatures, DraftModel, DraftModelConfig
 from quire.runner.drafters import Drafted, Drafter, Drafting
 from quire.runner.graph_shapes import LaunchCounts, StepSize
 from quire.runner.kv_store import KvStores
-from quire.runner.pending_step import Choose, ComputedStep, PendingStep, Sampling, lost_without_memory, sampling_of
+from quire.runner.pending_step import Choose, ComputedStep, PendingStep, lost_without_memory, sampling_of
 from quire.runner.row_table import RowTable
-from quire.runner.verification import SampledTokens, draft_lines, sample_passes
+from quire.runner.verification import (
+    SampledTokens,
+    draft_lines,
+    greedy_result,
+    nothing_verified,
+    sample_passes,
+    verified,
+)
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
@@ -169,22 +177,35 @@ class ModelRunner:
 
     def _repeat(self, plan: StepPlan) -> PendingStep | ComputedStep | None:
         """The step before once more, if that was greedy and nothing changed: without a tensor operation."""
-        if self._greedy_step is None or any_armed():
+        if self._greedy_step is None or any_armed() or (len(plan.drafts) and self._features is not None):
             return None
         rows = self._rows.repeat(plan)
         if rows is None:
             return None
         if self._draft_model is not None:
             self._draft_model.apply(plan)
+        drafted = self._propose(plan) if len(plan.drafts) else None
+        if drafted is not None:
+            return self._verify_greedy(plan, rows, drafted, self._greedy_step)
         slots = None if self._features is None else self._features.decode_slots(rows, self._rows.columns)
         tokens = self._greedy_step()
         if slots is not None:
             self._note_features(slots)
         if tokens is None:
-            return PendingStep(plan.step, self._sampled(rows, self._greedy_step.outcome, None))
+            return PendingStep(plan.step, self._sampled(rows, self._greedy_step.outcome, None), drafts=plan.drafts)
         if self._drafting is not None:
             self._drafting.append(rows, tokens)
+        if len(plan.drafts):
+            return ComputedStep(StepResult(plan.step, rows, tokens, verified=nothing_verified(plan.drafts)))
         return ComputedStep(StepResult(plan.step, rows, tokens))
+
+    def _verify_greedy(self, plan: StepPlan, rows: IntArray, drafted: Drafted, step: GreedyStep) -> ComputedStep:
+        """The step of rows that are all greedy, with drafts."""
+        counts, tokens = drafted.in_order(rows)
+        result, numbers = greedy_result(plan.step, rows, counts, step.verify(counts, tokens))
+        if self._drafting is not None:
+            self._drafting.append_passes(result.rows, result.tokens, numbers)
+        return ComputedStep(replace(result, verified=verified(plan.drafts, drafted, result)))
 
     @property
     def _features(self) -> DraftFeatures | None:
@@ -197,7 +218,7 @@ class ModelRunner:
             self._features.note(slots)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> PendingStep:
+    def _launch(self, plan: StepPlan) -> PendingStep | ComputedStep:
         self._greedy_step = None
         self._stores.carry(plan.moves)
         if self._draft_model is not None:
@@ -212,9 +233,9 @@ class ModelRunner:
             if sampled is not None:
                 return PendingStep(plan.step, sampled, drafts=plan.drafts)
         drafted = self._propose(plan) if len(plan.drafts) else None
-        sampled = self._decode_rows(plan, decoding, drafted)
-        if sampled is not None:
-            return PendingStep(plan.step, sampled, drafts=plan.drafts)
+        decoded = self._decode_rows(plan, decoding, drafted)
+        if decoded is not None:
+            return decoded
         begun_s = time.perf_counter()
         if drafted is not None:
             decoding = np.concatenate([decoding[~np.isin(decoding, drafted.rows)], drafted.rows])
@@ -249,7 +270,7 @@ class ModelRunner:
         if self._drafting is None:
             return None
         rows, counts = plan.drafts.rows, plan.drafts.counts
-        alive = self._rows.alive[torch.from_numpy(rows).long()].numpy()
+        alive = self._rows.alive.numpy()[rows]
         return self._drafting.propose(Drafts(rows[alive], counts[alive]), plan.forced)
 
     def _sampling(self, plan: StepPlan, logits: Tensor, batch: SamplingBatch, drafted: Drafted | None) -> Choose:
@@ -265,28 +286,34 @@ class ModelRunner:
         if self._captured is not None:
             self._captured.graphs.note_eager(step)
 
-    def _decode_rows(self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None) -> Sampling | None:
+    def _decode_rows(
+        self, plan: StepPlan, decoding: IntArray, drafted: Drafted | None
+    ) -> PendingStep | ComputedStep | None:
         """The step by a model that reads the row table itself, if rows only decode; None: it must be built."""
         decoder = self._model.row_decoder
         if decoder is None or plan.chunks or plan.num_padding or not len(decoding):
             return None
         self._rows.trip(FaultSite.FORWARD)
         rows, ends, kv = self._rows, self._sampler.end_columns, self._stores.device
+        whole = drafted is None or self._features is None  # states of drafts are captured with the logits
+        if whole and not plan.masked and not self._sampler.features(decoding):
+            for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE, FaultSite.LOGPROBS):
+                self._rows.trip(site)
+            self._greedy_step = step = decoder.greedy_step(decoding, rows.columns, ends, kv)
+            if drafted is not None:
+                return self._verify_greedy(plan, decoding, drafted, step)
+            slots = None if self._features is None else self._features.decode_slots(decoding, rows.columns)
+            step()
+            self._note_features(slots)
+            return PendingStep(plan.step, self._sampled(decoding, step.outcome, None), drafts=plan.drafts)
         lines, columns = (decoding, rows.columns) if drafted is None else draft_lines(rows, decoding, drafted)
         slots = None if self._features is None else self._features.decode_slots(lines, columns)
-        if drafted is None and not plan.masked and not self._sampler.features(decoding):
-            for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE):
-                self._rows.trip(site)
-            self._greedy_step = decoder.greedy_step(decoding, rows.columns, ends, kv)
-            self._greedy_step()
-            self._note_features(slots)
-            self._rows.trip(FaultSite.LOGPROBS)
-            return self._sampled(decoding, self._greedy_step.outcome, None)
         logits = decoder.decode_logits(lines, columns, ends, kv)
         self._note_features(slots)
         device_rows = upload(decoding.astype(np.int64), self.device)
         batch = SamplingBatch(device_rows, decoding, rows.lengths[device_rows])
-        return sampling_of(plan, self._sampling(plan, logits, batch, drafted), drafted)
+        sampled = sampling_of(plan, self._sampling(plan, logits, batch, drafted), drafted)
+        return PendingStep(plan.step, sampled, drafts=plan.drafts)
 
     def _sampled(self, rows: IntArray, outcome: Tensor | NDArray[np.int64], scores: RowScores | None) -> SampledTokens:
         """The tokens that these rows got. outcome: [5, rows] int64."""

@@ -63,7 +63,7 @@ class RowTable:
 
     def repeat(self, plan: StepPlan) -> IntArray | None:
         """`apply` where the rows of the step before decode again, the same array; None: the plan has to be applied."""
-        if not self._repeats_left or not plan.repeats:
+        if not self._repeats_left or not plan.only_decodes:
             return None
         assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
         assert len(self._latest) == plan.num_decoding, f"{len(self._latest)} rows, the plan has {plan.num_decoding}"

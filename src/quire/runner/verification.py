@@ -7,7 +7,7 @@ results of a pass are read on the host: for devices that compute a step before `
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Drafts, FinishedRow, FinishReason, Masks, StepResult, TopLogprobs, Verified
-from quire.kernels.row_interface import RowColumns
+from quire.kernels.row_interface import DraftOutcome, RowColumns
 from quire.kernels.transfers import HostCopy
 from quire.runner.drafters import Drafted
 from quire.runner.row_table import RowTable
@@ -96,9 +96,8 @@ class SampledPasses:
 
 def verified(drafts: Drafts, drafted: Drafted | None, result: StepResult) -> Verified:
     """What became of a plan's drafts."""
-    none = np.zeros(len(drafts), dtype=np.int32)
     if drafted is None:
-        return Verified(drafts.rows, none, none)
+        return nothing_verified(drafts)
     most = int(drafts.rows.max()) + 1
     num_drafted, num_gained = np.zeros(most, dtype=np.int32), np.zeros(most, dtype=np.int32)
     num_drafted[drafted.rows] = drafted.counts
@@ -107,6 +106,33 @@ def verified(drafts: Drafts, drafted: Drafted | None, result: StepResult) -> Ver
     for rows, _ in list(result.each_pass())[1:]:
         num_gained[rows] += 1
     return Verified(drafts.rows, num_drafted[drafts.rows], num_gained[drafts.rows], sources[drafts.rows])
+
+
+class VerifiedTokens(NamedTuple):
+    """What rows emitted in a step with drafts."""
+
+    result: StepResult
+    numbers: IntArray  # of each token its pass
+
+
+def greedy_result(step: int, rows: IntArray, counts: IntArray, drafted: DraftOutcome) -> VerifiedTokens:
+    """The tokens of greedy rows, each with `counts[i]` drafts, pass by pass, as `sample_passes` samples them."""
+    lines = counts + 1
+    starts = lines.cumsum() - lines
+    numbers = np.arange(drafted.outcome.shape[1]) - np.repeat(starts, lines)
+    taken = np.flatnonzero(numbers < np.repeat(drafted.advances, lines))
+    order = taken[np.argsort(numbers[taken], kind="stable")]
+    outcome = drafted.outcome[:, order]
+    result = step_result(step, np.repeat(rows, lines)[order], outcome)
+    emitted = numbers[order][(outcome[1] & outcome[2]).astype(np.bool_)]
+    passes = np.searchsorted(emitted, np.arange(1, emitted.max(initial=0) + 1))
+    return VerifiedTokens(replace(result, passes=tuple(passes.tolist())), emitted.astype(np.int32))
+
+
+def nothing_verified(drafts: Drafts) -> Verified:
+    """No row of a plan had a draft."""
+    none = np.zeros(len(drafts), dtype=np.int32)
+    return Verified(drafts.rows, none, none)
 
 
 # Samples one token for each row of a batch and advances these rows.

@@ -11,7 +11,7 @@ makes the draft model compute counts as time of tries.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ _PROBE_SHARE = 0.01  # of the time that probes may take
 _PROBE_COST = 0.05  # of a step, at least, that its first drafts take
 _MAX_PROBE_CREDIT = 0.1  # of a step
 _FEW_TRIED = 8.0  # drafts of a draft model, until which one row tries them for all
+_MAX_HELD = 16  # steps for which a choice holds at most: the costs of steps change with time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,28 @@ class SpeculationPolicy:
         return self.text and not sampling.pooled and not (sampling.masked and self.max_verified)
 
 
+class _Choice(NamedTuple):
+    """The drafts of some rows, which hold as long as nothing more is known of any row's acceptance."""
+
+    key: tuple[object, ...]  # of what it depends on otherwise
+    counts: NDArray[np.int64]
+    last_step: int  # it holds up to this one: then a row may try a draft
+
+    @staticmethod
+    def key_of(rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int) -> tuple[object, ...]:
+        is_whole = int(limits.sum()) <= budget
+        return rows.tobytes(), limits.tobytes(), shape.num_rows, shape.num_chunk_tokens, is_whole or budget
+
+
 class DraftGovernor:
     """The acceptance of every row's drafts, and what to plan for it. By row, in arrays."""
 
     __slots__ = (
         "_accepted",
         "_behind",
+        "_choice",
         "_cost",
+        "_credited",
         "_first_step",
         "_forced_accepted",
         "_forced_tried",
@@ -104,9 +120,11 @@ class DraftGovernor:
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._probe_credit = _MAX_PROBE_CREDIT  # of a step, that probes may take now
+        self._credited = 0  # the step in which some was added last
         self._forget()
 
     def _forget(self) -> None:
+        self._choice: _Choice | None = None
         self._shared_accepted, self._shared_tried = _UNKNOWN_ACCEPTED, _UNKNOWN_TRIED
         self._forced_accepted, self._forced_tried = _UNKNOWN_FORCED, _UNKNOWN_TRIED
 
@@ -117,7 +135,7 @@ class DraftGovernor:
 
     def replace_policy(self, policy: SpeculationPolicy, *, forget: bool) -> None:
         """For measurements: another policy from the next step on; forget what was accepted of rows that are gone."""
-        self._policy = policy
+        self._policy, self._choice = policy, None
         if forget:
             self._forget()
 
@@ -126,9 +144,18 @@ class DraftGovernor:
         """Whether any row may ever have drafts."""
         return self._policy.max_drafts > 0
 
+    def quiet_until(self, step: int) -> int:
+        """No row has drafts after this step, which is planned, up to the one returned, if the same rows decode."""
+        if self._policy.hindsight:  # every token counts
+            return step
+        if self._choice is not None:
+            return step if np.count_nonzero(self._choice.counts) else self._choice.last_step
+        return step if np.count_nonzero(self._first_step >= 0) else step + _MAX_HELD
+
     def start(self, row: Row, step: int, *, num_tokens: int = 0, reads_text: bool = True) -> None:
         """A row that may have drafts decodes from this step on; it has `num_tokens`. Without `reads_text` only what its
         grammar forces."""
+        self._choice = None
         self._first_step[row] = self._since[row] = step
         self._behind[row] = num_tokens
         self._reads_text[row] = reads_text
@@ -142,6 +169,7 @@ class DraftGovernor:
             self._hits.start(row, tokens, continuation)
 
     def stop(self, row: Row) -> None:
+        self._choice = None
         self._first_step[row] = -1
 
     def candidates(self, step: int) -> IndexArray:
@@ -166,25 +194,50 @@ class DraftGovernor:
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:
             return _within(limits, budget)
-        nothing = np.zeros(len(rows), dtype=np.int64)
+        self._probe_credit = min(self._probe_credit + _PROBE_SHARE * (step - self._credited), _MAX_PROBE_CREDIT)
+        self._credited = step
+        key, held = _Choice.key_of(rows, limits, shape, budget), self._choice
+        if held is not None and step <= held.last_step and held.key == key:
+            counts = held.counts.copy()
+        else:
+            counts, last_step = self._choose_anew(step, rows, limits, shape, budget, forced)
+            self._choice = _Choice(key, counts.copy(), last_step) if last_step > step else None
+        drafting = rows[counts > 0]
+        self._probe_at[drafting] = step + self._probe_interval[drafting]
+        self._behind[drafting], self._since[drafting] = 0, step
+        return counts
+
+    def _choose_anew(
+        self,
+        step: int,
+        rows: IndexArray,
+        limits: NDArray[np.int64],
+        shape: StepShape,
+        budget: int,
+        forced: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], int]:
+        """And the step up to which this holds."""
+        last_step = step + _MAX_HELD
+        counts = np.zeros(len(rows), dtype=np.int64)
         num_most = min(int(limits.sum()), budget)
         if num_most <= 0 or not self._may_gain(shape, num_most):
-            return nothing
+            return counts, last_step
         gains = self._gains(rows, limits, forced > 0)
         counts = self._best_counts(gains, shape, num_most)
         catch_up_s = self._catch_up_s(rows, step)
         if catch_up_s is not None and self._shared_tried - _UNKNOWN_TRIED < _FEW_TRIED:
             counts = _of_one_row(counts, forced > 0, catch_up_s)
         least = _LIKELY if self._policy.hindsight else 0.0  # what a draft is worth is known: only its cost is tried
-        waiting = np.flatnonzero((counts == 0) & (gains[:, 0] > least) & (self._probe_at[rows] <= step))
+        without = np.flatnonzero((counts == 0) & (gains[:, 0] > least))
+        next_probe = int(self._probe_at[rows[without]].min(initial=last_step + 1))
+        if next_probe > step:
+            varies = catch_up_s is not None or np.count_nonzero(forced)
+            return counts, step if varies else min(last_step, next_probe - 1)
+        waiting = without[self._probe_at[rows[without]] <= step]
         due_s = np.zeros(len(waiting)) if catch_up_s is None else catch_up_s[waiting]
         probing = waiting[: self._num_probes(due_s, int(counts.sum()), shape, budget)]
         counts[probing] = np.maximum(np.count_nonzero(gains[probing] > _LIKELY, axis=1), 1)  # measures their cost, too
-        counts = _within(counts, budget)
-        drafting = rows[counts > 0]
-        self._probe_at[drafting] = step + self._probe_interval[drafting]
-        self._behind[drafting], self._since[drafting] = 0, step
-        return counts
+        return _within(counts, budget), step
 
     def _catch_up_s(self, rows: IndexArray, step: int) -> NDArray[np.float64] | None:
         """What a draft model takes at most to compute what it lacks of each row; None: no model drafts."""
@@ -196,7 +249,6 @@ class DraftGovernor:
         """How many of the waiting rows try a draft, in a step with this many drafts. All tries together take a small
         share of the time: a step has drafts for them once enough steps have had none. `due_s`: what a draft model takes
         before, of each waiting row."""
-        self._probe_credit = min(self._probe_credit + _PROBE_SHARE, _MAX_PROBE_CREDIT)
         number = min(len(due_s), budget - num_drafts, max(shape.num_rows // _ROWS_PER_PROBE, 1))
         if number <= 0:
             return 0
@@ -254,6 +306,7 @@ class DraftGovernor:
         tested = drafted > 0
         if not np.count_nonzero(tested):
             return
+        self._choice = None
         at, right = rows[tested].astype(np.intp), accepted[tested]
         tried = right + (right < drafted[tested])
         self._weigh(at, right, tried)
@@ -281,6 +334,7 @@ class DraftGovernor:
             without = ~np.isin(tested, drafting)
             tested, hits = tested[without], hits[without]
         if len(tested):
+            self._choice = None
             self._weigh(tested, hits, 1)
             self._weigh_all(int(np.count_nonzero(hits)), len(tested))
 

@@ -79,12 +79,13 @@ class SteadyDecode:
         rows, policy, calendar = state.rows, state.policy, state.calendar
         waits = state.waiting or state.prefilling or state.host_driven or state.forked or state.excluded
         parked, ends = state.inflight_prefixes.num_followers, rows.releasing or state.num_masked
-        differs = state.governor.active or policy.regime.padded or policy.num_stages > 1 or calendar.has_drafting
+        differs = policy.regime.padded or policy.num_stages > 1 or calendar.has_drafting
         if not plan.repeats or waits or parked or ends or differs:
             return
         self._generation, self._num_rows = rows.generation, plan.num_decoding
         self._rows = _NO_ROWS
-        for step in range(plan.step + 1, plan.step + 1 + _MAX_STEPS):
+        last = state.governor.quiet_until(plan.step) if state.governor.active else plan.step + _MAX_STEPS
+        for step in range(plan.step + 1, min(last, plan.step + _MAX_STEPS) + 1):
             if calendar.is_booked(step):
                 break
             shape = StepShape(plan.num_decoding, calendar.num_context(step))

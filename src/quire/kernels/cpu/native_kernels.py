@@ -42,7 +42,7 @@ from quire.kernels.interface import (
     StepLayout,
     Weight,
 )
-from quire.kernels.row_interface import EndColumns, RowColumns, SamplingTable
+from quire.kernels.row_interface import DraftOutcome, EndColumns, RowColumns, SamplingTable
 
 _KV_FORMATS = {
     torch.float32: PackedFormat.FLOAT32,
@@ -374,7 +374,7 @@ class NativeGreedyStep:
     """A step of greedy rows with its arguments prepared: in a step of one row, each look-up of a pointer counts, since
     the weights have just emptied the caches."""
 
-    __slots__ = ("_all_go_on", "_arguments", "_decode", "_kept", "_outcome", "_states", "_tokens")
+    __slots__ = ("_all_go_on", "_arguments", "_decode", "_inputs", "_kept", "_outcome", "_states", "_tokens", "_verify")
 
     def __init__(
         self,
@@ -391,9 +391,9 @@ class NativeGreedyStep:
         self._tokens = self._outcome[0].view(np.int32)[::2]  # the low halves: copied in half the time of a conversion
         self._states = self._outcome[1:].data
         self._all_go_on = np.repeat(np.array([1, 1, 0, 0], dtype=np.int64), len(rows)).tobytes()  # alive, finite
-        self._decode = stack._kernels._call.quire_decode
-        arguments = stack.decode_arguments(step, tables, rows, columns, ends, kv)
-        self._arguments = (*arguments, self._outcome.ctypes.data, None)
+        self._decode, self._verify = stack._kernels._call.quire_decode, stack._kernels._call.quire_verify
+        self._inputs = stack.decode_arguments(step, tables, rows, columns, ends, kv)
+        self._arguments = (*self._inputs, self._outcome.ctypes.data, None)
 
     def __call__(self) -> IntArray | None:
         self._decode(*self._arguments)
@@ -402,6 +402,15 @@ class NativeGreedyStep:
     @property
     def outcome(self) -> NDArray[np.int64]:
         return self._outcome.copy()
+
+    def verify(self, counts: IntArray, tokens: NDArray[np.int64]) -> DraftOutcome:
+        """States of layers are not captured."""
+        assert self._kept[-1] is None, "a step with drafts captures no states"
+        outcome: NDArray[np.int64] = np.empty((5, len(counts) + len(tokens)), dtype=np.int64)
+        advances: IntArray = np.empty(len(counts), dtype=np.int32)
+        outputs = (outcome.ctypes.data, advances.ctypes.data)
+        self._verify(*self._inputs, counts.ctypes.data, tokens.ctypes.data, *outputs)
+        return DraftOutcome(outcome, advances)
 
 
 def _native_columns(columns: RowColumns, ends: EndColumns) -> NativeRowColumns:

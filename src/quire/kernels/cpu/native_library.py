@@ -281,6 +281,13 @@ _FUNCTIONS = {
             *(c_void_p, c_int32, c_void_p, c_void_p),
         ),
     ),
+    "quire_verify": (
+        None,
+        (
+            *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
+            *(c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+        ),
+    ),
     "quire_draw": (
         None,
         (

@@ -83,6 +83,14 @@ EXPORT void quire_decode(void* workspace, const Model* model, const Tables* tabl
     });
 }
 
+// Greedy rows with drafts. outcome: [5, count + drafts]; advances: [count].
+EXPORT void quire_verify(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
+                         const int32_t* rows, int32_t count, const int32_t* draft_counts, const int64_t* draft_tokens, int64_t* outcome,
+                         int32_t* advances) {
+    auto& w = *static_cast<Workspace*>(workspace);
+    w.timed([&] { DecodeStep(w, *model, *tables, *columns).verify_greedy(rows, count, {draft_counts, draft_tokens}, *step, outcome, advances); });
+}
+
 // A token for each row. logits, weights: [count, vocab]; highest, rows, positions, tokens: [count].
 EXPORT void quire_draw(void* workspace, const float* logits, const float* weights, const float* highest, int32_t count, int32_t vocab,
                        const int64_t* rows, const int64_t* positions, const SamplingColumns* columns, int64_t* tokens) {

@@ -25,7 +25,8 @@ constexpr int kKeysPerSplit = 512;  // keys that one softmax covers; splits are 
 constexpr int kMaxTileRows = 192;   // queries times heads in a tile
 constexpr int kRowsAtOnce = 96;     // whose scores are in the cache of a core beside keys and values; a multiple of kLanes
 constexpr int kDirectRows = 8;      // up to so many, keys and values are converted in registers instead of once for all rows
-constexpr int kFewTokens = 4;       // sequences with up to so many queries are computed query by query
+constexpr int kFewTokens = 16;      // sequences with up to so many queries are cut by keys, not by queries
+constexpr int kFewMatrixTokens = 4;  // the same where the matrix unit computes tiles
 
 static inline float soft_cap(float score, float cap) { return cap > 0.0f ? cap * std::tanh(score / cap) : score; }
 
@@ -317,6 +318,16 @@ static inline void each_strip(int rows, const Body& body) {
     strips(std::integral_constant<int, 1>{});
 }
 
+constexpr float kOne = 1.0f;
+
+// Calls body(row, first, last) for the keys that a row sees and the first of these rows does not. What a row does not see,
+// it does not multiply by zero either: it may be NaN.
+template <class Body>
+static inline void each_rest(const Seen* seen, int rows, const Body& body) {
+    for (int r = 1; r < rows; r++)
+        if (seen[r].visible > seen[0].visible) body(r, seen[0].visible, seen[r].visible);
+}
+
 // A tile of few rows, straight from the pages: each sum has the numbers and the order that it has by way of the buffers.
 template <int32_t format>
 static void attend_pages(const KvLayer& kv, const Heads& heads, const TilePages& pages, const float* queries, int rows, int padded, const Seen* seen,
@@ -328,14 +339,17 @@ static void attend_pages(const KvLayer& kv, const Heads& heads, const TilePages&
             score_pages<format, decltype(count)::value, kColumns>(queries + r * padded, padded, heads.dim, pages.keys + j, stride, scores + r * kKeys + j * Simd::kLanes);
     });
     weigh_rows(scores, seen, rows, heads.softcap, format == kInt8 ? &scales : nullptr, state);
-    const int visible = seen[rows - 1].visible;
-    each_strip(rows, [&](auto count, int r) {
+    auto add = [&](auto count, int r, int key, int last, const float* factors) {
         constexpr int n = decltype(count)::value;
         int first = 0;
         for (; first + kColumns * Simd::kLanes <= heads.dim; first += kColumns * Simd::kLanes)
-            add_pages<format, n, kColumns>(scores + r * kKeys, pages.values, visible, first, out + r * padded, padded, state.factors + r);
+            add_pages<format, n, kColumns>(scores + r * kKeys + key, pages.values + key, last - key, first, out + r * padded, padded, factors);
         for (; first < heads.dim; first += Simd::kLanes)
-            add_pages<format, n, 1>(scores + r * kKeys, pages.values, visible, first, out + r * padded, padded, state.factors + r);
+            add_pages<format, n, 1>(scores + r * kKeys + key, pages.values + key, last - key, first, out + r * padded, padded, factors);
+    };
+    each_strip(rows, [&](auto count, int r) {
+        add(count, r, 0, seen[r].visible, state.factors + r);
+        each_rest(seen + r, decltype(count)::value, [&](int i, int key, int last) { add(std::integral_constant<int, 1>{}, r + i, key, last, &kOne); });
     });
 }
 
@@ -401,9 +415,13 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
                                (visible + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes);
             });
             weigh_rows(scores, seen, some, heads.softcap, kv.format == kInt8 ? &buffers.scales : nullptr, state);
-            each_rows(seen, some, keys, [&](int i, int count, int visible) {
-                product<true>(scores + i * kKeys, kKeys, count, buffers.values.data(), padded, visible, out + (int64_t)(r + i) * padded, padded, padded,
-                              state.factors + i);
+            each_rows(seen, some, keys, [&](int i, int count, int) {
+                float* rows_out = out + (int64_t)(r + i) * padded;
+                product<true>(scores + i * kKeys, kKeys, count, buffers.values.data(), padded, seen[i].visible, rows_out, padded, padded, state.factors + i);
+                each_rest(seen + i, count, [&](int row, int key, int last) {
+                    product<true>(scores + (i + row) * kKeys + key, kKeys, 1, buffers.values.data() + (int64_t)key * padded, padded, last - key,
+                                  rows_out + (int64_t)row * padded, padded, padded, &kOne);
+                });
             });
         }
     }
@@ -485,8 +503,8 @@ public:
         for (int s = 0; s < num_sequences; s++) {
             const Sequence sequence{starts[s], starts[s + 1] - starts[s], lengths[s], tables + s * width};
             if (sequence.num_keys == 0 || sequence.num_tokens == 0) continue;
-            if (sequence.num_tokens <= kFewTokens) {
-                for (int t = 0; t < sequence.num_tokens; t++) add_query(sequence, t);
+            if (sequence.num_tokens <= (matrix_unit ? kFewMatrixTokens : kFewTokens)) {
+                add_queries(sequence);
                 continue;
             }
             for (int t = 0; t < sequence.num_tokens; t += tokens_per_tile)
@@ -501,8 +519,8 @@ public:
     void attend(ThreadPool& pool, const KvLayer& kv, int window, const float* query, int64_t query_stride, float* out) {
         const int64_t out_stride = (int64_t)heads_.queries * heads_.dim;
         buffers_.resize(pool.num_threads());
-        split_outputs_.resize(splits_.size() * heads_.queries * padded_);
-        split_softmax_.resize(splits_.size() * heads_.queries);
+        split_outputs_.resize(num_outputs_ * padded_);
+        split_softmax_.resize(num_outputs_);
         const int num_tiles = (int)tiles_.size(), num_tasks = num_tiles + (int)splits_.size() * heads_.keys;
         pool.run(num_tasks, [&](int task, int thread) {
             if (task < num_tiles) {
@@ -515,43 +533,47 @@ public:
                 attend_query_split(kv, window, split, key_head, query, query_stride, buffers_[thread]);
             }
         });
-        for (const Query& each : queries_)
-            for (int h = 0; h < heads_.queries; h++) merge(each, h, out + each.token * out_stride + h * heads_.dim);
+        for (const Queries& each : queries_)
+            for (int t = 0; t < each.count; t++)
+                for (int h = 0; h < heads_.queries; h++) merge(each, t, h, out + (each.token + t) * out_stride + h * heads_.dim);
     }
 
 private:
-    struct Query { int64_t token; int first_split, num_splits; };
-    struct Split { int64_t token; const int32_t* table; int position, first, last; };
+    // Of some tokens of a sequence. Outputs of a split: [heads of keys, tokens, heads of a group, padded].
+    struct Queries { int64_t token; int count; int64_t outputs; int num_splits; };
+    struct Split { int64_t token; int count; const int32_t* table; int position, first, last; int64_t outputs; };
     struct Tile {
         Sequence sequence;
         int key_head, first, count;
         int position() const { return sequence.num_keys - sequence.num_tokens + first; }
     };
 
-    void add_query(const Sequence& sequence, int t) {
-        const int keys = sequence.num_keys - sequence.num_tokens + t + 1;
-        const int64_t token = sequence.first_token + t;
-        queries_.push_back({token, (int)splits_.size(), (keys + kKeysPerSplit - 1) / kKeysPerSplit});
-        for (int first = 0; first < keys; first += kKeysPerSplit)
-            splits_.push_back({token, sequence.table, keys - 1, first, std::min(first + kKeysPerSplit, keys)});
+    void add_queries(const Sequence& sequence) {
+        const int count = sequence.num_tokens, keys = sequence.num_keys;
+        queries_.push_back({sequence.first_token, count, num_outputs_, (keys + kKeysPerSplit - 1) / kKeysPerSplit});
+        for (int first = 0; first < keys; first += kKeysPerSplit, num_outputs_ += (int64_t)count * heads_.queries)
+            splits_.push_back({sequence.first_token, count, sequence.table, keys - count, first, std::min(first + kKeysPerSplit, keys), num_outputs_});
     }
-    size_t head_of_split(int split, int head) const { return (size_t)split * heads_.queries + head; }
 
     void attend_query_split(const KvLayer& kv, int window, int index, int key_head, const float* query, int64_t query_stride, TileBuffers& buffers) {
         const Split& split = splits_[index];
-        const int group = heads_.queries / heads_.keys;
-        const size_t place = head_of_split(index, key_head * group);
-        buffers.reserve(group, padded_);
-        load_queries(query + split.token * query_stride, query_stride, heads_, key_head, group, buffers.queries.data());
+        const int group = heads_.queries / heads_.keys, rows = group * split.count;
+        const size_t place = split.outputs + (size_t)key_head * rows;
+        buffers.reserve(rows, padded_);
+        load_queries(query + split.token * query_stride, query_stride, heads_, key_head, rows, buffers.queries.data());
         const int first = window > 0 ? std::max(split.first, split.position - window + 1) : split.first;
-        attend_split(kv, heads_, split.table, key_head, window, split.position, buffers.queries.data(), group, std::min(first, split.last), split.last,
+        attend_split(kv, heads_, split.table, key_head, window, split.position, buffers.queries.data(), rows, std::min(first, split.last), split.last,
                      false, buffers, split_outputs_.data() + place * padded_, split_softmax_.data() + place);
     }
-    void merge(const Query& query, int head, float* out) {
-        float* first = split_outputs_.data() + head_of_split(query.first_split, head) * padded_;
-        Softmax& softmax = split_softmax_[head_of_split(query.first_split, head)];
-        for (int s = query.first_split + 1; s < query.first_split + query.num_splits; s++)
-            add_split(split_softmax_[head_of_split(s, head)], split_outputs_.data() + head_of_split(s, head) * padded_, softmax, first, padded_);
+    void merge(const Queries& queries, int t, int head, float* out) {
+        const int group = heads_.queries / heads_.keys;
+        const size_t inside = (size_t)head / group * group * queries.count + t * group + head % group;
+        float* first = split_outputs_.data() + (queries.outputs + inside) * padded_;
+        Softmax& softmax = split_softmax_[queries.outputs + inside];
+        for (int s = 1; s < queries.num_splits; s++) {
+            const size_t place = queries.outputs + (size_t)s * queries.count * heads_.queries + inside;
+            add_split(split_softmax_[place], split_outputs_.data() + place * padded_, softmax, first, padded_);
+        }
         finish_row(first, softmax, heads_.dim, out);
     }
 
@@ -559,8 +581,9 @@ private:
     const int padded_;
     const bool matrix_unit_;  // for tiles of queries
     std::vector<Tile> tiles_;
-    std::vector<Query> queries_;
+    std::vector<Queries> queries_;
     std::vector<Split> splits_;
+    int64_t num_outputs_ = 0;  // of all splits, a row of one head each
     std::vector<TileBuffers> buffers_;
     std::vector<float> split_outputs_;
     std::vector<Softmax> split_softmax_;
