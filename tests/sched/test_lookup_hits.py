@@ -78,6 +78,7 @@ def test_rows_begin_to_draft_when_their_text_begins_to_repeat() -> None:
     numbers = []
     for step in range(1, 80):
         counts = planned(made, rows, step)
+        assert made.quiet_until(step) == step, "every token is judged"
         numbers.append((int(counts[:32].sum()), int(counts[32:].sum())))
         tokens = [row * 100 + (step % 48 if row < 32 else step) for row in range(64)]
         made.note_tokens(result(step, tokens), NOTHING)  # none was drafted: what would have been is judged

@@ -1,6 +1,7 @@
 """Drafts: outputs stay the same, rows get further, blocks are there in time; drafts that do not pay are not planned."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -377,6 +378,86 @@ def test_a_row_that_starts_knows_nothing_of_the_one_before() -> None:
         made.start(Row(row), 20_000)
     fresh = counts(made, rows, 20_001)
     assert fresh[2] == fresh[3], "both begin with what all rows have learned together"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_choice_that_is_held_is_what_would_be_chosen_anew(seed: int) -> None:
+    """Through notes, starts and stops, tries, limits, budgets and other rows of the step, with costs that stay."""
+    draw = np.random.default_rng(seed)
+    constants = (CHEAP, Constants(0.0, 1e-2, 1e-3, 0.0, 0.0), DEAR)[seed % 3]
+    held, anew = (governor(constants, 8)[0] for _ in range(2))
+    num_rows, num_held = 8, 0
+    for step in range(600):
+        if draw.random() < 0.1:
+            num_rows = int(draw.integers(8, 20))  # some of which have no drafts
+        if draw.random() < 0.05:
+            row = Row(int(draw.integers(8)))
+            for each in (held, anew):
+                (each.stop if row in each.candidates(step) else partial(each.start, step=step))(row)
+        rows = held.candidates(step)
+        limits = np.where(draw.random(len(rows)) < 0.01, 1, 100)
+        forced = np.where(draw.random(len(rows)) < 0.005, 2, 0)
+        shape, budget = StepShape(num_rows, 100 * num_rows), 3 if draw.random() < 0.03 else 100
+        anew._choice = None
+        before = held._choice
+        chosen = [each.choose(step, rows, limits, shape, budget, forced) for each in (held, anew)]
+        assert chosen[0].tolist() == chosen[1].tolist(), step
+        num_held += before is not None and held._choice is before
+        drafted = np.where(draw.random(len(rows)) < 0.3, chosen[0], 0).astype(np.int32)  # nothing is found for most
+        accepted = np.minimum(draw.geometric(0.5, len(rows)) - 1, drafted).astype(np.int32)
+        for each in (held, anew):
+            each.note(rows.astype(np.int32), drafted, accepted)
+    assert num_held > 60
+
+
+def test_no_row_drafts_while_the_governor_is_quiet() -> None:
+    """What `quiet_until` says holds: up to there nothing is planned, and a row that waits for a try is not kept."""
+    made, rows = governor(CHEAP)
+    assert made.quiet_until(0) == 0, "nothing is chosen yet"
+    settle(made, rows, [0, 0, 0, 0])
+    step, tries = 0, []
+    while step < 2_000:
+        planned = counts(made, rows, step)
+        tries += [step] if sum(planned) else []
+        quiet = made.quiet_until(step)
+        assert quiet == step if sum(planned) else step <= quiet <= step + 16
+        step = quiet + 1
+    every = [step for step in range(2_000) if sum(counts(again, rows, step))] if (again := tired()) else []
+    assert tries == every and len(tries) >= 4
+    made.stop(Row(0))
+    for row in (1, 2, 3):
+        made.stop(Row(row))
+    assert made.quiet_until(step) > step, "no row may draft"
+
+
+def test_a_held_choice_ends_with_other_limits_and_other_rows() -> None:
+    made, rows = governor(CHEAP)
+    settle(made, rows, [4, 4, 4, 4])
+    shape = StepShape(4, 400)
+
+    def planned(step: int, limits: list[int]) -> list[int]:
+        return made.choose(step, rows, np.array(limits), shape, 100).tolist()
+
+    assert planned(0, [9, 9, 9, 9]) == planned(1, [9, 9, 9, 9]) == [4, 4, 4, 4]
+    assert made.quiet_until(1) == 1, "rows have drafts in the next step, too"
+    assert planned(2, [1, 9, 0, 9]) == [1, 4, 0, 4]
+    made.start(Row(1), 3, reads_text=False)
+    assert planned(3, [1, 9, 0, 9]) == [1, 0, 0, 4]
+
+
+def test_a_row_that_starts_does_not_get_what_was_chosen_for_the_one_before() -> None:
+    made, rows = governor(CHEAP)
+    settle(made, rows, [4, 4, 0, 0])
+    before = [counts(made, rows, step) for step in range(3)][-1]
+    assert before[:3] == [4, 4, 0]
+    made.start(Row(2), 2)
+    assert counts(made, rows, 3)[2] > 0
+
+
+def tired() -> DraftGovernor:
+    made, rows = governor(CHEAP)
+    settle(made, rows, [0, 0, 0, 0])
+    return made
 
 
 @pytest.mark.parametrize("hindsight", [False, True])

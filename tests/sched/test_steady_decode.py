@@ -9,17 +9,27 @@ from quire.core.ids import IntArray
 from quire.core.step import FinishReason, Pending, Runner, StepPlan
 from quire.sched.cost_model import StepShape
 from quire.sched.journal.recorder import checksum
+from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
+from quire.sched.speculation import SpeculationPolicy
 from quire.sched.steady_decode import SteadyDecode
-from quire.sim.runners import FinishedStep
-from tests.sched.stepping import Bench
+from quire.sim.runners import FinishedStep, SimRow
+from tests.sched.stepping import OPTIMISTIC, Bench
+from tests.sched.test_speculation import half, wrong
 from tests.tiers import long_only
 
+DRAFTING = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3))
 
-def history(seed: int, depth: int) -> list[object]:
+
+def mostly_wrong(row: SimRow, count: int) -> list[int]:
+    return (half if row.row_start.tokens[0] == 7 else wrong)(row, count)
+
+
+def history(seed: int, depth: int, policy: Policy) -> list[object]:
     """Plans, outputs, counters and learned costs of random requests, some of which are aborted or stopped early."""
     draw = random.Random(seed)
-    bench = Bench(depth=depth, block_size=8, blocks=40, rows=6, budget=32)
+    propose = mostly_wrong if policy.speculation.max_drafts else lambda row, count: []
+    bench = Bench(depth=depth, block_size=8, blocks=40, rows=6, budget=32, policy=policy, propose=propose, oracle=True)
     seen: list[object] = []
     open_sequences = []
     for _ in range(150):
@@ -46,7 +56,10 @@ def history(seed: int, depth: int) -> list[object]:
 
 
 @pytest.mark.parametrize("depth", [0, 2, *long_only([1])])
-def test_steady_steps_are_those_that_are_planned_in_full(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", [OPTIMISTIC, DRAFTING], ids=["plain", "drafting"])
+def test_steady_steps_are_those_that_are_planned_in_full(
+    depth: int, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_full = 0
     commit = Scheduler._commit
 
@@ -56,11 +69,11 @@ def test_steady_steps_are_those_that_are_planned_in_full(depth: int, monkeypatch
         return commit(scheduler, builder)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scheduler, "_commit", counted)
-    fast = [history(seed, depth) for seed in range(4)]
+    fast = [history(seed, depth, policy) for seed in range(4)]
     num_with_steady, num_full = num_full, 0
     monkeypatch.setattr(SteadyDecode, "begin", lambda self, plan, expected_s: None)
-    assert fast == [history(seed, depth) for seed in range(4)]
-    assert num_with_steady < 0.8 * num_full, "few steps were steady"
+    assert fast == [history(seed, depth, policy) for seed in range(4)]
+    assert num_with_steady < 0.9 * num_full, "few steps were steady"
 
 
 def test_a_row_that_reaches_its_length_ends_the_steady_steps() -> None:

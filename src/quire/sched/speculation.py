@@ -71,14 +71,25 @@ class SpeculationPolicy:
 class _Choice(NamedTuple):
     """The drafts of some rows, which hold as long as nothing more is known of any row's acceptance."""
 
-    key: tuple[object, ...]  # of what it depends on otherwise
+    rows: IndexArray
+    limits: NDArray[np.int64]
+    shape: StepShape
+    budget: int
     counts: NDArray[np.int64]
     last_step: int  # it holds up to this one: then a row may try a draft
 
-    @staticmethod
-    def key_of(rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int) -> tuple[object, ...]:
-        is_whole = int(limits.sum()) <= budget
-        return rows.tobytes(), limits.tobytes(), shape.num_rows, shape.num_chunk_tokens, is_whole or budget
+    @property
+    def is_empty(self) -> bool:
+        return not np.count_nonzero(self.counts)
+
+    def holds(self, step: int, rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int) -> bool:
+        """No drafts are none with smaller limits, too. Rows have more context in each step, which counts little."""
+        if step > self.last_step or not np.array_equal(rows, self.rows):
+            return False
+        same = (shape.num_rows, shape.num_chunk_tokens) == (self.shape.num_rows, self.shape.num_chunk_tokens)
+        enough = budget == self.budget or min(budget, self.budget) >= int(self.limits.sum())
+        smaller = self.is_empty and bool((limits <= self.limits).all())
+        return same and enough and (smaller or np.array_equal(limits, self.limits))
 
 
 class DraftGovernor:
@@ -149,7 +160,7 @@ class DraftGovernor:
         if self._policy.hindsight:  # every token counts
             return step
         if self._choice is not None:
-            return step if np.count_nonzero(self._choice.counts) else self._choice.last_step
+            return self._choice.last_step if self._choice.is_empty else step
         return step if np.count_nonzero(self._first_step >= 0) else step + _MAX_HELD
 
     def start(self, row: Row, step: int, *, num_tokens: int = 0, reads_text: bool = True) -> None:
@@ -196,12 +207,12 @@ class DraftGovernor:
             return _within(limits, budget)
         self._probe_credit = min(self._probe_credit + _PROBE_SHARE * (step - self._credited), _MAX_PROBE_CREDIT)
         self._credited = step
-        key, held = _Choice.key_of(rows, limits, shape, budget), self._choice
-        if held is not None and step <= held.last_step and held.key == key:
+        held = None if np.count_nonzero(forced) else self._choice
+        if held is not None and held.holds(step, rows, limits, shape, budget):
             counts = held.counts.copy()
         else:
             counts, last_step = self._choose_anew(step, rows, limits, shape, budget, forced)
-            self._choice = _Choice(key, counts.copy(), last_step) if last_step > step else None
+            self._choice = _Choice(rows, limits, shape, budget, counts.copy(), last_step)
         drafting = rows[counts > 0]
         self._probe_at[drafting] = step + self._probe_interval[drafting]
         self._behind[drafting], self._since[drafting] = 0, step
