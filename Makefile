@@ -96,6 +96,7 @@ $(VENV)/.docs: pyproject.toml $(BIN)/python
 $(VENV)/.test: pyproject.toml $(NATIVE) $(BIN)/python
 	$(BIN)/pip install -q -e ".[test,lint]"
 	-$(BIN)/mypy > /dev/null  # most of its time is for the stubs of torch and numpy: read once, then in its cache
+	-$(BIN)/python -m pytest --collect-only -qq $(SUITE) > /dev/null  # the same: each process would rewrite all assertions
 	touch $@ $(VENV)/.serve $(VENV)/.docs
 
 clean:
