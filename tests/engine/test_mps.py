@@ -67,12 +67,16 @@ def test_an_element_that_is_not_written_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert len(wrong_products(CPU)) == 12
 
 
-def test_a_share_with_wrong_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_with_wrong_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(machine, "wrong_products", lambda device: ["64 × 4096 × 4096"])
     with pytest.raises(ConfigError, match=r"^CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is '75', .* 1 of 36, .*such as 50"):
         check_mps_share({MPS_SHARE: "75"}, cuda)
-    check_mps_share({}, cuda)
+    no_daemon = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    check_mps_share(no_daemon, cuda)
+    (tmp_path / "control").touch()
+    with pytest.raises(ConfigError, match="is not set here"):  # its daemon may have been told a share
+        check_mps_share(no_daemon, cuda)
     check_mps_share({MPS_SHARE: "75"}, CPU)
     monkeypatch.setattr(machine, "wrong_products", lambda device: [])
     check_mps_share({MPS_SHARE: "75"}, cuda)

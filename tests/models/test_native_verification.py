@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Drafts, FinishReason, RowStart, StepPlan, StepResult
+from quire.kernels.interface import StepLayout
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
+from quire.runner.draft_model import DraftModelConfig
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from tests.kernels.cpu_kernels import native_kernels, needs_native
@@ -170,3 +173,47 @@ def test_a_draft_that_is_not_finite_is_rejected_and_harms_no_token_before_it(kv_
         note(result, said)
     assert drafter.num_wrong > 0 and min(map(len, said)) > 4
     assert all(tokens == answer[: len(tokens)] for tokens, answer in zip(said, expected, strict=True))
+
+
+class Watched:
+    """A draft model whose tokens may be made wrong, and the positions that it computed."""
+
+    row_decoder = None
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self.wrong = False
+        self.computed: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        self.computed += layout.positions.tolist()
+        return self._model.forward(tokens, layout, kv, selected)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self._model.logits(hidden)
+        return logits.roll(1, -1) if self.wrong else logits
+
+
+def test_a_draft_model_computes_rejected_drafts_anew_after_steps_that_repeat() -> None:
+    """Steps without drafts repeat the one with wrong drafts: what was computed of these does not count as known."""
+    model, drafting = decoder("llama3"), Watched(decoder("llama3"))
+    [prompt] = prompts([9])
+    stores = [new_store(model.kv_geometry, 20, BLOCK, torch.device("cpu")) for _ in range(2)]
+    config = DraftModelConfig(drafting, stores[1], 999, VOCAB)  # type: ignore[arg-type]  # all that is asked of it
+    runner = ModelRunner(model, stores[0], max_rows=1, max_length=64, draft_model=config)
+    start, chunk = row_start(0, prompt, 60, temperature=0.0), sample(0, 0, len(prompt))
+    runner.launch(StepPlan(0, starts=(start,), grants=grants({0: range(1, 17)}), chunks=(chunk,)))
+    row = np.zeros(1, dtype=np.int32)
+    with patch.object(model, "greedy_step", wraps=model.greedy_step) as prepared:
+        for step, num_drafts in enumerate((0, 4, 0, 0, 0, 0, 3), 1):
+            drafting.wrong = num_drafts == 4
+            drafting.computed.clear()
+            drafts = Drafts(row, row + num_drafts) if num_drafts else Drafts()
+            result = runner.launch(StepPlan(step, num_decoding=1, drafts=drafts)).wait()
+    assert prepared.call_count == 1
+    assert drafting.computed[:5] == [11, 12, 13, 14, 15], "position 10 had the last right token; 15 have come since"
+    assert result.verified.accepted.tolist() == [3], "a model that drafts for itself is right"

@@ -29,6 +29,7 @@ _RELEVANT_FEATURES = (
 
 MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"  # 0 normal, 1 below
 MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # of the daemon's sockets
 _PRODUCT_ROWS, _PRODUCT_WIDTHS, _REPEATS = (1, 16, 64, 256, 1024, 4096), (1024, 4096), 3
 
 
@@ -88,17 +89,20 @@ def lower_mps_priority(environment: MutableMapping[str, str]) -> None:
 
 
 def check_mps_share(environment: Mapping[str, str], device: torch.device) -> None:
-    """Refuse a share of the GPU with which products are wrong. In about 0.1 s, and only where a share is set."""
+    """Refuse a share of the GPU with which products are wrong. In about 0.1 s, where there is a share, or where MPS
+    runs, whose daemon may have been told one."""
     share = environment.get(MPS_SHARE)
-    if share is None or device.type != "cuda":
+    runs = Path(environment.get(_MPS_FOLDER, "/tmp/nvidia-mps"), "control").exists()
+    if device.type != "cuda" or (share is None and not runs):
         return
     wrong = wrong_products(device)
     torch.cuda.empty_cache()  # free memory is measured later
     if wrong:
         number = len(_PRODUCT_ROWS) * len(_PRODUCT_WIDTHS) * _REPEATS
+        said = "not set here" if share is None else shown(share)
         raise ConfigError(
-            f"{MPS_SHARE} is {shown(share)}, and with it this GPU computes wrong matrix products: {len(wrong)} of "
-            f"{number}, the first {wrong[0]}. Omit it, or use another share, such as 50."
+            f"{MPS_SHARE} is {said}, and with the share of the GPU that MPS leaves this process, matrix products are "
+            f"wrong: {len(wrong)} of {number}, the first {wrong[0]}. Use the whole GPU, or another share, such as 50."
         )
 
 

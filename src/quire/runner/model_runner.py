@@ -183,6 +183,7 @@ class ModelRunner:
         if rows is None:
             return None
         if self._draft_model is not None:
+            self._draft_model.carry(())
             self._draft_model.apply(plan)
         drafted = self._propose(plan) if len(plan.drafts) else None
         if drafted is not None:
@@ -265,6 +266,7 @@ class ModelRunner:
             None if sampled is not None or self.device.type == "cpu" else torch.cuda.current_stream().record_event(),
         )
 
+    @torch.inference_mode()
     def _propose(self, plan: StepPlan) -> Drafted | None:
         """Drafts for rows that have not ended."""
         if self._drafting is None:

@@ -69,7 +69,7 @@ EXPORT void quire_gate(void* workspace, const float* gate_up, int64_t tokens, in
 // residual: [tokens, hidden], changed; out: [tokens, hidden], of which the selected rows are first.
 EXPORT void quire_forward(void* workspace, const Model* model, const Step* step, float* residual, float* out) {
     auto& w = *static_cast<Workspace*>(workspace);
-    w.timed([&] { Forward(w, *model, *step).run(residual, out); });
+    w.timed([&] { Forward(w, *model, *step, w.all.scratch.matrix_unit).run(residual, out); });
 }
 
 // A step of rows that decode. step: place and strides of the KV store. Either outcome, [5, count], or logits, [count, vocab].

@@ -1,4 +1,4 @@
-// Attention over the pages of the KV cache: one query at a time for decodes, tiles of queries for chunks.
+// Attention over the pages of the KV cache: all queries of a sequence by splits of its keys for decodes, tiles of queries for chunks.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -415,7 +415,7 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
                                (visible + Simd::kLanes - 1) / Simd::kLanes * Simd::kLanes);
             });
             weigh_rows(scores, seen, some, heads.softcap, kv.format == kInt8 ? &buffers.scales : nullptr, state);
-            each_rows(seen, some, keys, [&](int i, int count, int) {
+            each_rows(seen, some, keys, [&](int i, int count, int /* the last row sees */) {
                 float* rows_out = out + (int64_t)(r + i) * padded;
                 product<true>(scores + i * kKeys, kKeys, count, buffers.values.data(), padded, seen[i].visible, rows_out, padded, padded, state.factors + i);
                 each_rest(seen + i, count, [&](int row, int key, int last) {

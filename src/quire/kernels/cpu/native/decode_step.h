@@ -122,8 +122,8 @@ private:
         if (places_.empty()) return nullptr;
         build(rows, drafts, step);
         const int n = num_tokens_ = step.num_tokens;
-        float* normed = w_.normed.floats((size_t)n * model_.hidden);
-        Forward(w_, model_, step).run(w_.embedded.floats((size_t)n * model_.hidden), normed);
+        float* normed = w_.normed.floats((size_t)n * model_.hidden);  // a draft has the attention of a token without drafts
+        Forward(w_, model_, step, false).run(w_.embedded.floats((size_t)n * model_.hidden), normed);
         float* logits = w_.logits.floats((size_t)n * tables_.vocab);
         w_.all.multiply(*tables_.head, normed, n, logits);
         w_.all.each(n, [&](int64_t i) { cap(logits + i * tables_.vocab); });

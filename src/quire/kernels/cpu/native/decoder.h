@@ -108,9 +108,10 @@ constexpr int64_t kMlpTokens = 256;  // tokens at once, to bound the memory of w
 
 class Forward {
 public:
-    Forward(Workspace& workspace, const Model& model, const Step& step)
+    // matrix_unit: whether it may compute attention.
+    Forward(Workspace& workspace, const Model& model, const Step& step, bool matrix_unit)
         : w_(workspace), model_(model), step_(step),
-          attention_(model.heads, step.num_sequences, step.tables, step.table_width, step.starts, step.lengths, workspace.all.scratch.matrix_unit) {}
+          attention_(model.heads, step.num_sequences, step.tables, step.table_width, step.starts, step.lengths, matrix_unit) {}
 
     // residual: [tokens, hidden], embedded; out: [selected or tokens, hidden]. Between, out has the normed rows.
     void run(float* residual, float* out) {

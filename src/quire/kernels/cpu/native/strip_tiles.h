@@ -49,10 +49,11 @@ constexpr int kStripPanels = kStripVectors * Simd::kLanes / kPanelRows;
 constexpr int kStripGroups = 6;          // whose words, and the activations of a strip, fit the first cache
 constexpr int kFewestStripTokens = 3;    // of a step: fewer are as fast without
 #if defined(QUIRE_MATRIX_UNIT)
-constexpr int kTokensAtOnce = 256;
+constexpr int kTokensAtOnce = 240;       // whole tiles of the matrix unit, too
 #else
-constexpr int kTokensAtOnce = 120;       // whole strips, so that their activations stay in the cache of a core
+constexpr int kTokensAtOnce = 120;       // whose activations stay in the cache of a core
 #endif
+static_assert(kTokensAtOnce % kStripTokens == 0, "strips are laid out from the first token on");
 
 // A group of the weights of kVectors vectors of rows: codes as words, two inputs in a lane.
 template <int kVectors>
@@ -207,7 +208,7 @@ static void strip_panels(const uint8_t* panels, int count, const Rows& x, int64_
         for (int v = 0; v < n; v++) {
             from.panels[v] = panels + (row + v * Simd::kLanes) / kPanelRows * bytes;
             from.rows[v] = v * Simd::kLanes % kPanelRows;
-            from.next[v] = from.panels[v] + kStripPanels * bytes;
+            from.next[v] = from.panels[v] + (row + kStripVectors * Simd::kLanes < count ? kStripPanels * bytes : 0);
         }
         strip_rows<F, n>(from, x, token, end, out + row, stride, StoreRows{std::min(n * Simd::kLanes, count - row)});
     };
