@@ -56,12 +56,31 @@ def test_hits_are_those_of_a_dictionary(rounds: list[tuple[int, list[int], list[
             assert found.tolist() == [expected.note(int(each), its) for each, its in zip(rows, came, strict=True)]
 
 
+def test_a_row_alone_is_noted_as_among_others() -> None:
+    """One after the other in Python's integers, and together in arrays: the same table, with large ids, too."""
+    draw = np.random.default_rng(3)
+    alone, together = LookupHits(4), LookupHits(4)
+    rows, num_hits = np.arange(4), 0
+    for row in rows.tolist():
+        prompt = draw.choice([1, 2, 3, 128_000, 2_000_000_000], 30).astype(np.int32)
+        alone.start(Row(row), prompt, NOTHING)
+        together.start(Row(row), prompt, NOTHING)
+    for _ in range(300):
+        tokens = draw.choice([1, 2, 3, 128_000, 2_000_000_000], 4).astype(np.int32)
+        found = together.note(rows, tokens)
+        assert [alone.note(rows[i : i + 1], tokens[i : i + 1]).item() for i in range(4)] == found.tolist()
+        num_hits += np.count_nonzero(found)
+    assert np.array_equal(alone._entries, together._entries)
+    assert 100 < num_hits < 1_100
+
+
 def result(step: int, tokens: list[int]) -> StepResult:
     return StepResult(step, np.arange(len(tokens), dtype=np.int32), np.array(tokens, np.int32))
 
 
-def started(num_rows: int, max_drafts: int = 4) -> tuple[DraftGovernor, np.ndarray]:
-    made = DraftGovernor(SpeculationPolicy(max_drafts, hindsight=True), CostTable(GPU), num_rows)
+def started(num_rows: int, max_drafts: int = 4, max_verified: int = 512) -> tuple[DraftGovernor, np.ndarray]:
+    policy = SpeculationPolicy(max_drafts, hindsight=True, max_verified=max_verified)
+    made = DraftGovernor(policy, CostTable(GPU), num_rows)
     for row in range(num_rows):
         made.start(Row(row), 0)
         made.read_text(Row(row), np.arange(1000, 1010, dtype=np.int32) + row, NOTHING)
@@ -70,6 +89,54 @@ def started(num_rows: int, max_drafts: int = 4) -> tuple[DraftGovernor, np.ndarr
 
 def planned(made: DraftGovernor, rows: np.ndarray, step: int) -> np.ndarray:
     return made.choose(step, rows, np.full(len(rows), 100), StepShape(len(rows), 400 * len(rows)), 512)
+
+
+def test_on_a_cpu_rows_draft_behind_tokens_that_would_have_been_drafted() -> None:
+    """A text of 40 tokens, then others, then the text again: drafts from its third token on, and none elsewhere."""
+    made, rows = started(1, max_verified=0)
+    made.note(np.zeros(1, np.int32), np.full(1, 4, np.int32), np.full(1, 4, np.int32))
+    text = [*range(40), *range(100, 160), *range(40), *range(200, 240)]
+    planned_at, told_at = [], []
+    assert planned(made, rows, 0).tolist() == [4], "nothing is known of the first token"
+    for step, token in enumerate(text, 1):
+        before = made.quiet_until(step - 1)
+        if made.note_tokens(result(step, [token]), NOTHING):
+            told_at.append(step)
+        else:
+            assert before >= step - 1
+        if planned(made, rows, step).any():
+            planned_at.append(step)
+        else:
+            assert made.quiet_until(step) >= step, "steps may be steady until a token is one that would be drafted"
+    assert told_at == list(range(103, 141)) == planned_at
+
+
+def test_a_row_goes_on_drafting_behind_accepted_drafts() -> None:
+    """Three tokens in a step, the last of which is a hit; then the last is none."""
+    made, rows = started(1, max_verified=0)
+    for step, token in enumerate(range(40), 1):
+        made.note_tokens(result(step, [token]), NOTHING)
+    drafting = np.zeros(1, np.int32)
+    for tokens, may_draft in (([0, 1, 2], True), ([3, 4, 5], True), ([6, 7, 99], False), ([8, 9, 10], True)):
+        step += 1
+        passes = StepResult(step, np.zeros(3, np.int32), np.array(tokens, np.int32), passes=(1, 2))
+        assert made.note_tokens(passes, drafting) == may_draft == bool(made._hit[0])
+        assert planned(made, rows, step).any() == may_draft
+
+
+def test_drafts_are_judged_by_the_tokens_behind_which_a_row_would_have_had_some() -> None:
+    """One row repeats whole passages, between others that do not repeat; the other a token here and there."""
+    made, rows = started(2, max_verified=0)
+    step = 0
+    for number in range(8):
+        passage = [*range(12), *range(1_000 + 50 * number, 1_040 + 50 * number)]
+        for place, token in enumerate(passage):
+            step += 1
+            other = 7 if place % 6 in (0, 1) else 8 if place % 12 == 2 else 5_000 + step  # 7 7 8, and 7 7 something
+            made.note_tokens(result(step, [token, other]), NOTHING)
+            planned(made, rows, step)
+    chances = made._accepted / np.maximum(made._tried, 1e-9)
+    assert chances[0] > 0.7 > 0.3 > chances[1]
 
 
 def test_rows_begin_to_draft_when_their_text_begins_to_repeat() -> None:

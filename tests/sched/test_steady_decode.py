@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from quire.core.ids import IntArray
-from quire.core.step import FinishReason, Pending, Runner, StepPlan
+from quire.core.step import FinishReason, Pending, Runner, StepPlan, StepResult
 from quire.sched.cost_model import StepShape
 from quire.sched.journal.recorder import checksum
+from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
-from quire.sched.speculation import SpeculationPolicy
+from quire.sched.speculation import DraftGovernor, SpeculationPolicy
 from quire.sched.steady_decode import SteadyDecode
 from quire.sim.runners import FinishedStep, SimRow
 from tests.sched.stepping import OPTIMISTIC, Bench
@@ -19,6 +20,7 @@ from tests.sched.test_speculation import half, wrong
 from tests.tiers import long_only
 
 DRAFTING = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3))
+BEHIND_HITS = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3, hindsight=True))
 
 
 def mostly_wrong(row: SimRow, count: int) -> list[int]:
@@ -56,7 +58,7 @@ def history(seed: int, depth: int, policy: Policy) -> list[object]:
 
 
 @pytest.mark.parametrize("depth", [0, 2, *long_only([1])])
-@pytest.mark.parametrize("policy", [OPTIMISTIC, DRAFTING], ids=["plain", "drafting"])
+@pytest.mark.parametrize("policy", [OPTIMISTIC, DRAFTING, BEHIND_HITS], ids=["plain", "drafting", "behind-hits"])
 def test_steady_steps_are_those_that_are_planned_in_full(
     depth: int, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +76,29 @@ def test_steady_steps_are_those_that_are_planned_in_full(
     monkeypatch.setattr(SteadyDecode, "begin", lambda self, plan, expected_s: None)
     assert fast == [history(seed, depth, policy) for seed in range(4)]
     assert num_with_steady < 0.9 * num_full, "few steps were steady"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_token_behind_which_a_row_may_draft_ends_the_steady_steps(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full: list[int] = []
+    commit = Scheduler._commit
+
+    def noted(scheduler: Scheduler, builder: PlanBuilder) -> StepPlan | None:
+        full.append(builder.step)
+        return commit(scheduler, builder)
+
+    def hit_in_one_step(governor: DraftGovernor, result: StepResult, drafting: IntArray) -> bool:
+        governor._hit[:] = result.step == 14
+        return result.step == 14
+
+    monkeypatch.setattr(Scheduler, "_commit", noted)
+    monkeypatch.setattr(DraftGovernor, "note_tokens", hit_in_one_step)
+    bench = Bench(depth=depth, block_size=32, policy=BEHIND_HITS)
+    bench.add([1, 2, 3], 24)
+    bench.run()
+    assert 15 + depth in full and not {11, 12, 13, 14} & set(full)
 
 
 def test_a_row_that_reaches_its_length_ends_the_steady_steps() -> None:

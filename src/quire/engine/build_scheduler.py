@@ -145,9 +145,9 @@ def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy
     text, tree = drafters != ("grammar",), "tree" in drafters
     if not drafters:
         return SpeculationPolicy()
-    if not captured:
-        return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text)
     reads_text = not set(MODEL_DRAFTERS) & set(drafters)  # what a model drafts is not known before it is asked
+    if not captured:
+        return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text, hindsight=text and reads_text)
     return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=reads_text)
 
 

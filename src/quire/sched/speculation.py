@@ -55,6 +55,12 @@ class SpeculationPolicy:
     hindsight: bool = False  # every token of a row tells whether prompt lookup would have drafted it
 
     @property
+    def after_hits(self) -> bool:
+        """Whether rows draft from text only behind a token that prompt lookup would have drafted. On a CPU, where the
+        step before is known when one is planned; elsewhere nothing is found, and asking costs a tenth of a step."""
+        return self.hindsight and not self.max_verified
+
+    @property
     def jumps(self) -> bool:
         """Whether rows under a grammar draft what it forces."""
         return self.max_drafts > 0
@@ -104,6 +110,7 @@ class DraftGovernor:
         "_first_step",
         "_forced_accepted",
         "_forced_tried",
+        "_hit",
         "_hits",
         "_policy",
         "_prior_weight",
@@ -115,6 +122,7 @@ class DraftGovernor:
         "_shared_tried",
         "_since",
         "_tried",
+        "_watched",
     )
 
     def __init__(self, policy: SpeculationPolicy, cost: CostTable, max_rows: int) -> None:
@@ -128,6 +136,9 @@ class DraftGovernor:
         self._behind: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens a draft model lacked in that step
         self._since: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
+        self._hit: NDArray[np.bool_] = np.ones(max_rows, dtype=np.bool_)  # whether the last token was one
+        # Rows of a result, those that draft from text, and which these are.
+        self._watched: tuple[IntArray, IndexArray, NDArray[np.bool_] | None] | None = None
         self._probe_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # a step
         self._probe_interval: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._probe_credit = _MAX_PROBE_CREDIT  # of a step, that probes may take now
@@ -157,7 +168,7 @@ class DraftGovernor:
 
     def quiet_until(self, step: int) -> int:
         """No row has drafts after this step, which is planned, up to the one returned, if the same rows decode."""
-        if self._policy.hindsight:  # every token counts
+        if self._policy.hindsight and not self._policy.after_hits:  # every token counts
             return step
         if self._choice is not None:
             return self._choice.last_step if self._choice.is_empty else step
@@ -166,7 +177,8 @@ class DraftGovernor:
     def start(self, row: Row, step: int, *, num_tokens: int = 0, reads_text: bool = True) -> None:
         """A row that may have drafts decodes from this step on; it has `num_tokens`. Without `reads_text` only what its
         grammar forces."""
-        self._choice = None
+        self._choice = self._watched = None
+        self._hit[row] = True  # nothing is known of its first token
         self._first_step[row] = self._since[row] = step
         self._behind[row] = num_tokens
         self._reads_text[row] = reads_text
@@ -180,7 +192,7 @@ class DraftGovernor:
             self._hits.start(row, tokens, continuation)
 
     def stop(self, row: Row) -> None:
-        self._choice = None
+        self._choice = self._watched = None
         self._first_step[row] = -1
 
     def candidates(self, step: int) -> IndexArray:
@@ -200,7 +212,8 @@ class DraftGovernor:
         """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts;
         `forced`: tokens that the row's grammar forces, which come before all other drafts."""
         forced = np.zeros(len(rows), dtype=np.int64) if forced is None else forced
-        from_text = np.where(self._reads_text[rows] & self._policy.text, limits, 0)
+        reads_text = self._reads_text[rows] & self._policy.text
+        from_text = np.where(reads_text & self._hit[rows] if self._policy.after_hits else reads_text, limits, 0)
         limits = np.where(forced > 0, np.minimum(limits, forced), from_text)
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:
@@ -330,24 +343,50 @@ class DraftGovernor:
             self._forced_accepted = _SHARED_DECAY * self._forced_accepted + int(right[by_grammar].sum())
             self._forced_tried = _SHARED_DECAY * self._forced_tried + int(tried[by_grammar].sum())
 
-    def note_tokens(self, result: StepResult, drafting: IntArray) -> None:
-        """A step is absorbed: what prompt lookup would have drafted of rows that had no drafts in it."""
+    def note_tokens(self, result: StepResult, drafting: IntArray) -> bool:
+        """A step is absorbed: what prompt lookup would have drafted of rows that had no drafts in it. Whether a row may
+        draft now that rows had to wait for."""
         if self._hits is None or not self._policy.hindsight:
-            return
-        tested, hits = np.empty(0, np.intp), np.empty(0, np.bool_)
-        for number, (rows, tokens) in enumerate(result.each_pass()):
+            return False
+        after_hits, rows = self._policy.after_hits, result.rows
+        if result.passes:
+            rows = rows[: result.passes[0]]
+        at, known = self._known(rows)
+        right = self._hits.note(at, result.tokens[: len(rows)] if known is None else result.tokens[: len(rows)][known])
+        judged, may_draft = self._hit[at], right
+        self._hit[at] = right
+        if result.passes:
+            self._note_passes(result)
+            may_draft = self._hit[at]
+        if not after_hits:
+            judged = np.ones_like(judged)
+        if len(drafting):
+            judged = judged & ~np.isin(at, drafting)
+        if np.count_nonzero(judged):
+            self._judge(at[judged], right[judged])
+        return after_hits and bool(np.count_nonzero(may_draft))
+
+    def _note_passes(self, result: StepResult) -> None:
+        """What came behind accepted drafts."""
+        assert self._hits is not None
+        for rows, tokens in list(result.each_pass())[1:]:
             known = (self._first_step[rows] >= 0) & self._reads_text[rows]
             at = rows[known].astype(np.intp)
-            right = self._hits.note(at, tokens[known])
-            if number == 0:
-                tested, hits = at, right
-        if len(drafting):
-            without = ~np.isin(tested, drafting)
-            tested, hits = tested[without], hits[without]
-        if len(tested):
-            self._choice = None
-            self._weigh(tested, hits, 1)
-            self._weigh_all(int(np.count_nonzero(hits)), len(tested))
+            self._hit[at] = self._hits.note(at, tokens[known])
+
+    def _known(self, rows: IntArray) -> tuple[IndexArray, NDArray[np.bool_] | None]:
+        """The rows of a result that draft from text, and where they are; None: all of them do. Steps that repeat the
+        one before have the same array of rows."""
+        if self._watched is None or self._watched[0] is not rows:
+            known = (self._first_step[rows] >= 0) & self._reads_text[rows]
+            whole = np.count_nonzero(known) == len(rows)
+            self._watched = rows, rows[known].astype(np.intp), None if whole else known
+        return self._watched[1:]
+
+    def _judge(self, tested: IndexArray, hits: NDArray[np.bool_]) -> None:
+        self._choice = None
+        self._weigh(tested, hits, 1)
+        self._weigh_all(int(np.count_nonzero(hits)), len(tested))
 
     def _weigh(self, rows: IndexArray, right: NDArray[Any], tried: NDArray[Any] | int) -> None:
         self._accepted[rows] = _DECAY * self._accepted[rows] + right

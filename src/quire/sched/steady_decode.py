@@ -130,6 +130,8 @@ class SteadyDecode:
         if seconds > 0:
             self._measured.append((flight.shape, seconds))
         rows.note(result)
+        if state.governor.note_tokens(result, _NO_ROWS):  # rows may have drafts in the next step
+            self._next.clear()
         if result.rows is not self._rows:
             self._rows, self._emitters = result.rows, rows.sequence_ids(result.rows)
             assert NO_SEQUENCE not in self._emitters, "a row without a sequence decodes"

@@ -18,7 +18,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import Candidates, FinishedRow, FinishReason
 
 MAGIC = b"quire journal\n"
-VERSION = 3
+VERSION = 4
 
 _REASONS = (  # numbered by position: append only
     FinishReason.STOP,
