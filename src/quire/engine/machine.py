@@ -90,7 +90,7 @@ def lower_mps_priority(environment: MutableMapping[str, str]) -> None:
 
 def check_mps_share(environment: Mapping[str, str], device: torch.device) -> None:
     """Refuse a share of the GPU with which products are wrong. In about 0.1 s, where there is a share, or where MPS
-    runs, whose daemon may have been told one."""
+    runs, whose daemon may have been given one."""
     share = environment.get(MPS_SHARE)
     runs = Path(environment.get(_MPS_FOLDER, "/tmp/nvidia-mps"), "control").exists()
     if device.type != "cuda" or (share is None and not runs):
