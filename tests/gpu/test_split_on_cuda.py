@@ -52,8 +52,9 @@ def test_a_store_of_another_process_is_copied_and_its_memory_is_free_after_its_e
     with children.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         addresses = []
         for _ in range(2):
-            *words, memory, machine, _ = json.loads(owner.stdout.readline())
-            addresses.append(BlockAddress(*words, DeviceMemory(*memory), machine))
+            address = BlockAddress(*json.loads(owner.stdout.readline()))
+            assert address.memory is not None
+            addresses.append(address._replace(memory=DeviceMemory(*address.memory)))
         small, large = addresses
         assert small.memory is not None and small.memory.offset > 0, "not at the beginning of its allocation"
         source = peers.source(small)

@@ -78,8 +78,8 @@ def result(step: int, tokens: list[int]) -> StepResult:
     return StepResult(step, np.arange(len(tokens), dtype=np.int32), np.array(tokens, np.int32))
 
 
-def started(num_rows: int, max_drafts: int = 4, max_verified: int = 512) -> tuple[DraftGovernor, np.ndarray]:
-    policy = SpeculationPolicy(max_drafts, hindsight=True, max_verified=max_verified)
+def started(num_rows: int, max_drafts: int = 4, after_hits: bool = False) -> tuple[DraftGovernor, np.ndarray]:
+    policy = SpeculationPolicy(max_drafts, hindsight=True, after_hits=after_hits)
     made = DraftGovernor(policy, CostTable(GPU), num_rows)
     for row in range(num_rows):
         made.start(Row(row), 0)
@@ -93,7 +93,7 @@ def planned(made: DraftGovernor, rows: np.ndarray, step: int) -> np.ndarray:
 
 def test_on_a_cpu_rows_draft_behind_tokens_that_would_have_been_drafted() -> None:
     """A text of 40 tokens, then others, then the text again: drafts from its third token on, and none elsewhere."""
-    made, rows = started(1, max_verified=0)
+    made, rows = started(1, after_hits=True)
     made.note(np.zeros(1, np.int32), np.full(1, 4, np.int32), np.full(1, 4, np.int32))
     text = [*range(40), *range(100, 160), *range(40), *range(200, 240)]
     planned_at, told_at = [], []
@@ -113,7 +113,7 @@ def test_on_a_cpu_rows_draft_behind_tokens_that_would_have_been_drafted() -> Non
 
 def test_a_row_goes_on_drafting_behind_accepted_drafts() -> None:
     """Three tokens in a step, the last of which is a hit; then the last is none."""
-    made, rows = started(1, max_verified=0)
+    made, rows = started(1, after_hits=True)
     for step, token in enumerate(range(40), 1):
         made.note_tokens(result(step, [token]), NOTHING)
     drafting = np.zeros(1, np.int32)
@@ -126,7 +126,7 @@ def test_a_row_goes_on_drafting_behind_accepted_drafts() -> None:
 
 def test_drafts_are_judged_by_the_tokens_behind_which_a_row_would_have_had_some() -> None:
     """One row repeats whole passages, between others that do not repeat; the other a token here and there."""
-    made, rows = started(2, max_verified=0)
+    made, rows = started(2, after_hits=True)
     step = 0
     for number in range(8):
         passage = [*range(12), *range(1_000 + 50 * number, 1_040 + 50 * number)]

@@ -20,7 +20,7 @@ from tests.sched.test_speculation import half, wrong
 from tests.tiers import long_only
 
 DRAFTING = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3))
-BEHIND_HITS = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3, hindsight=True))
+BEHIND_HITS = replace(OPTIMISTIC, speculation=SpeculationPolicy(max_drafts=3, hindsight=True, after_hits=True))
 
 
 def mostly_wrong(row: SimRow, count: int) -> list[int]:

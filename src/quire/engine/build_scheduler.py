@@ -147,7 +147,8 @@ def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy
         return SpeculationPolicy()
     reads_text = not set(MODEL_DRAFTERS) & set(drafters)  # what a model drafts is not known before it is asked
     if not captured:
-        return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text, hindsight=text and reads_text)
+        judged = text and reads_text
+        return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text, hindsight=judged, after_hits=judged)
     return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=reads_text)
 
 

@@ -53,12 +53,9 @@ class SpeculationPolicy:
     # step, and of rows under a grammar only what it forces. 0: anywhere.
     max_verified: int = 0
     hindsight: bool = False  # every token of a row tells whether prompt lookup would have drafted it
-
-    @property
-    def after_hits(self) -> bool:
-        """Whether rows draft from text only behind a token that prompt lookup would have drafted. On a CPU, where the
-        step before is known when one is planned; elsewhere nothing is found, and asking costs a tenth of a step."""
-        return self.hindsight and not self.max_verified
+    # With hindsight, rows draft from text only behind a token that prompt lookup would have drafted. On a CPU, where
+    # the step before is known when one is planned: elsewhere nothing is found, and asking costs a tenth of a step.
+    after_hits: bool = False
 
     @property
     def jumps(self) -> bool:
@@ -213,7 +210,9 @@ class DraftGovernor:
         `forced`: tokens that the row's grammar forces, which come before all other drafts."""
         forced = np.zeros(len(rows), dtype=np.int64) if forced is None else forced
         reads_text = self._reads_text[rows] & self._policy.text
-        from_text = np.where(reads_text & self._hit[rows] if self._policy.after_hits else reads_text, limits, 0)
+        if self._policy.after_hits and self._policy.governed:
+            reads_text &= self._hit[rows]
+        from_text = np.where(reads_text, limits, 0)
         limits = np.where(forced > 0, np.minimum(limits, forced), from_text)
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:

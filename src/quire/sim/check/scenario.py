@@ -111,7 +111,8 @@ def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
         policy = replace(policy, order=replace(policy.order, share_slice_s=(0.0, 1.0)[chosen % 4]))
     if chosen % 2 == 0:
         speculation = SpeculationPolicy((1, 2, 3, 5, 8)[chosen // 2 % 5], chosen // 10 % 2 == 0)
-        speculation = replace(speculation, text=chosen // 12 % 4 != 0, hindsight=chosen // 8 % 2 == 0)
+        hindsight, after_hits = chosen // 8 % 2 == 0, chosen // 16 % 8 == 0
+        speculation = replace(speculation, text=chosen // 12 % 4 != 0, hindsight=hindsight, after_hits=after_hits)
         policy = replace(policy, speculation=speculation)
     scenario = replace(
         scenario,
