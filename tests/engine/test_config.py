@@ -348,6 +348,14 @@ def test_drafts_of_a_model_on_a_gpu_are_not_judged_by_what_the_text_says() -> No
         assert (policy.hindsight, policy.max_drafts, policy.max_verified) == (in_hindsight, 7, 512)
 
 
+def test_on_a_cpu_rows_draft_from_text_behind_hits_and_models_and_scripts_anywhere() -> None:
+    for drafters, behind_hits in ((("ngram", "tree"), True), (("grammar",), False), (("ngram", "draft"), False)):
+        policy = build_scheduler._speculation(drafters, captured=False)
+        assert (policy.hindsight, policy.after_hits) == (behind_hits, behind_hits)
+        assert (policy.max_drafts, policy.max_verified) == (11, 0)
+    assert not build_scheduler._speculation(("ngram",), captured=False, scripted=True).after_hits
+
+
 def test_a_draft_model_on_a_gpu_takes_workspace() -> None:
     """Logits of its passes, and all tokens of every row."""
     plain, drafting = (resolved(GPU, speculative=each) for each in ("ngram", "ngram+draft:x"))

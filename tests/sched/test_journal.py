@@ -188,10 +188,11 @@ def test_a_full_disk_ends_the_journal_and_not_the_scheduler(
         assert report.difference is None and report.condition is Condition.CUT_OFF and report.steps > 0
 
 
-def test_a_cut_journal_has_what_drafts_would_have_been_worth(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after_hits", [False, True])
+def test_a_cut_journal_has_what_drafts_would_have_been_worth(tmp_path: Path, after_hits: bool) -> None:
     """The tokens of a row are written when it is released: a replay that judged them itself would find zeros that
     repeat, and plan drafts for a text that never repeats."""
-    policy = Policy(speculation=SpeculationPolicy(4, hindsight=True))
+    policy = Policy(speculation=SpeculationPolicy(4, hindsight=True, after_hits=after_hits))
     with (tmp_path / "journal").open("wb") as file:
         scheduler = JournaledScheduler(SchedulerSpec(400, 4, 2, 16, policy=policy, constants=DEAR_DRAFTS), file)
         loop = Loop(scheduler, ToyRunner(50_000), 1, lambda: 0.25)

@@ -140,14 +140,14 @@ def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, 
     )
 
 
-def _speculation(drafters: tuple[str, ...], captured: bool) -> SpeculationPolicy:
-    """`captured`: CUDA graphs verify the drafts."""
+def _speculation(drafters: tuple[str, ...], captured: bool, scripted: bool = False) -> SpeculationPolicy:
+    """`captured`: CUDA graphs verify the drafts; `scripted`: they are a script's, whatever a row's text is."""
     text, tree = drafters != ("grammar",), "tree" in drafters
     if not drafters:
         return SpeculationPolicy()
     reads_text = not set(MODEL_DRAFTERS) & set(drafters)  # what a model drafts is not known before it is asked
     if not captured:
-        judged = text and reads_text
+        judged = text and reads_text and not scripted
         return SpeculationPolicy(MAX_DRAFTS, tree=tree, text=text, hindsight=judged, after_hits=judged)
     return SpeculationPolicy(MAX_QUERIES - 1, tree=tree, text=text, max_verified=MAX_VERIFIED, hindsight=reads_text)
 
@@ -160,6 +160,7 @@ def make_scheduler(
     captured_sizes: tuple[CapturedSizes, ...] = (),
     max_step_s: float | None = None,
     journal: BinaryIO | None = None,
+    scripted: bool = False,
 ) -> Scheduler:
     """`usual_itl_s`: the ITL target of a server, where the settings name none. `journal`: where to record its calls."""
     regime = REGIMES[resolved.regime]
@@ -176,7 +177,7 @@ def make_scheduler(
         captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
-        speculation=_speculation(resolved.drafters, captured=bool(captured_sizes)),
+        speculation=_speculation(resolved.drafters, captured=bool(captured_sizes), scripted=scripted),
         num_stages=resolved.pipeline_parallel_size,
     )
     spec = SchedulerSpec(

@@ -64,7 +64,7 @@ def build_scripted(
     watch.done("script", f"{len(script.lines)} lines · {path.name}")
     costs = CostTable(replace(UNMEASURED, seconds_per_step=1e-3 + script.step_s))
     engine = Engine(
-        make_scheduler(config, resolved, costs, journal=journal),
+        make_scheduler(config, resolved, costs, journal=journal, scripted=True),
         ScriptedRunner(script.choose, spec.vocab_size, lambda: time.sleep(script.step_s)),
         make_validator(spec.vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
