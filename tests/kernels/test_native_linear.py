@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +17,7 @@ from quire.kernels.interface import QuantizedWeight
 from tests.kernels.cpu_kernels import native_kernels, needs_native
 from tests.kernels.stored_rows import (
     ENCODINGS,
+    HALVES,
     PLAIN,
     QUANTIZED,
     SUPER_BLOCKS,
@@ -153,6 +155,24 @@ def test_a_token_has_the_same_bits_alone_and_in_every_batch(
     chosen = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=9))
     assert torch.equal(kernels.linear(x[chosen], packed, None), whole[chosen])
     assert torch.equal(kernels.linear(x, packed, None), whole)
+
+
+@pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.parametrize("byte", [0x00, 0x77, 0x80, 0xFF])
+def test_codes_at_their_ends_fit_every_sum(encoding: str, byte: int) -> None:
+    """Codes of weights all lowest or all highest, with activations whose two bytes are at their ends."""
+    rows = drawn_rows(encoding, 16, 256)
+    _, size = GGML_QUANT_SIZES[GGMLQuantizationType[encoding]]
+    blocks = rows.reshape(16, -1, size)
+    scales = [at for place in HALVES[encoding] for at in (place, place + 1)]
+    blocks[:, :, [at for at in range(size) if at not in scales]] = byte
+    kernels = native_kernels()
+    packed = kernels.pack(weight_of(256, stored(encoding, rows)))
+    ends = torch.tensor([MAX_CODE, -MAX_CODE, 127 * 256 - 128, 128 - 127 * 256])
+    x = ends[:, None].repeat(1, 256).float()
+    x[:, ::GROUP] = MAX_CODE  # so that the scale of each group is 1
+    for tokens in (x[:1], x[1:3], x[2:], x[3:], x):
+        assert_products(kernels, packed, tokens)
 
 
 @pytest.mark.parametrize("encoding", ["F32", "BF16", "Q4_0", "Q4_1", "Q6_K", "Q8_0"])

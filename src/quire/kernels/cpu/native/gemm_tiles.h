@@ -90,9 +90,62 @@ static inline void half_dots(const uint8_t* block, int at, const int8_t* x, int6
     }
 }
 
+#if defined(__AVX2__)
+template <class F>
+constexpr bool kByteProducts = F::kHighest < 127 || Simd::kAnyByteProducts;
+
+// Adds the products of a quad: to sums of bytes, and those to the total where 16 bits hold no more, or no quad is left.
+template <class F, int quad, int kTokens, int kVectors>
+static inline void quad_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::ByteDots (&sums)[kTokens][kVectors], Simd::Dots (&total)[kTokens][kVectors]) {
+    constexpr int kTurn = F::kScales == 2 ? quad % 4 : quad % 4 * 2 + quad / 4, kTurns = 8 / F::kScales;
+    constexpr int kMost = Simd::kQuadsAtOnce<F::kHighest>;
+    Simd::Bytes codes[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+        codes[v] = F::template codes<quad>(block, at + v * 4 * Simd::kLanes);
+        if constexpr (F::kSigned) codes[v] = Simd::add_128(codes[v]);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++) {
+        const Simd::Quad values = Simd::load_quad(x + t * stride, quad);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            sums[t][v] = Simd::dot_bytes<kTurn % kMost == 0>(sums[t][v], codes[v], values);
+            if constexpr (kTurn % kMost == kMost - 1 || kTurn == kTurns - 1) total[t][v] = Simd::add_dots(total[t][v], sums[t][v]);
+        }
+    }
+}
+
+// All quads of a group, those whose codes lie in the same bytes together.
+template <class F, int quad, int kTokens, int kVectors>
+static inline void byte_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::ByteDots (&sums)[F::kScales][kTokens][kVectors], Simd::Dots (&total)[F::kScales][kTokens][kVectors]) {
+    quad_dots<F, quad>(block, at, x, stride, sums[0], total[0]);
+    quad_dots<F, quad + 4>(block, at, x, stride, sums[F::kScales - 1], total[F::kScales - 1]);
+    if constexpr (quad < 3) byte_dots<F, quad + 1>(block, at, x, stride, sums, total);
+}
+#else
+template <class F>
+constexpr bool kByteProducts = false;
+#endif
+
+// All products of a group.
+template <class F, int kTokens, int kVectors>
+static inline void group_dots(const uint8_t* block, int at, const int8_t* x, int64_t stride, Simd::Dots (&total)[F::kScales][kTokens][kVectors]) {
+    if constexpr (kByteProducts<F>) {
+#if defined(__AVX2__)
+        Simd::ByteDots sums[F::kScales][kTokens][kVectors];
+        byte_dots<F, 0>(block, at, x, stride, sums, total);
+#endif
+    } else {
+        half_dots<F, 0, kTokens, kVectors>(block, at, x, stride, total[0]);
+        half_dots<F, 1, kTokens, kVectors>(block, at, x, stride, total[F::kScales - 1]);
+    }
+}
+
 // kVectors vectors of rows of a panel, from byte `at` of each quad on, for kTokens tokens.
 template <class F, int kTokens, int kVectors>
 static inline void quantized_tile(const uint8_t* panel, int at, const Quantized& x, int width, float* out, int64_t stride) {
+    constexpr int kOffset = F::kOffset + (F::kSigned && kByteProducts<F> ? 128 : 0);
     const int groups = width / kGroup;
     Simd::Float total[kTokens][kVectors];
 #pragma GCC unroll 8
@@ -108,12 +161,11 @@ static inline void quantized_tile(const uint8_t* panel, int at, const Quantized&
 #pragma GCC unroll 8
             for (int t = 0; t < kTokens; t++) {
                 const int32_t* sums = x.half_sums + 2 * (t * groups + g);
-                const int32_t sum = F::kOffset == 0 ? 0 : F::kScales == 2 ? sums[h] : sums[0] + sums[1];
+                const int32_t sum = kOffset == 0 ? 0 : F::kScales == 2 ? sums[h] : sums[0] + sums[1];
 #pragma GCC unroll 4
-                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_dots(-F::kOffset * sum);
+                for (int v = 0; v < kVectors; v++) dots[h][t][v] = Simd::set_dots(-kOffset * sum);
             }
-        half_dots<F, 0, kTokens, kVectors>(block, at, x.codes + g * kGroupBytes, groups * kGroupBytes, dots[0]);
-        half_dots<F, 1, kTokens, kVectors>(block, at, x.codes + g * kGroupBytes, groups * kGroupBytes, dots[F::kScales - 1]);
+        group_dots<F>(block, at, x.codes + g * kGroupBytes, groups * kGroupBytes, dots);
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(block) + at / 4;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {

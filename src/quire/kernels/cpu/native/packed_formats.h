@@ -18,7 +18,7 @@ constexpr int kVectorsPerPanel = kPanelRows / Simd::kLanes;
 alignas(16) static const int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // weight = scale * (code - kOffset) + minimum. kScales: 2 where each half of the group has its own scale. kSigned: whether codes are
-// -128 to 127; others are 0 to 63 at most.
+// -128 to 127; others are 0 to kHighest.
 // codes<quad>: of kLanes rows, from byte `at` of the quad on.
 template <int quad>
 static inline Simd::Bytes nibbles_of(const uint8_t* nibbles, int at) {
@@ -31,6 +31,7 @@ template <int offset, bool minimum>
 struct FourBits {
     static constexpr int kOffset = offset, kScales = 1;
     static constexpr bool kMinimum = minimum, kSigned = false;
+    static constexpr int kHighest = 15;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes;
     template <int quad>
@@ -40,6 +41,7 @@ struct FourBits {
 struct FourBitHalves {  // each half of a group has its own scale
     static constexpr int kOffset = 8, kScales = 2;
     static constexpr bool kMinimum = false, kSigned = false;
+    static constexpr int kHighest = 15;
     static constexpr int kCodes = 2 * kScaleBytes;
     static constexpr int kBytes = kCodes + kNibbleBytes;
     template <int quad>
@@ -49,6 +51,7 @@ struct FourBitHalves {  // each half of a group has its own scale
 struct NonLinearFourBits {
     static constexpr int kOffset = 0, kScales = 1;
     static constexpr bool kMinimum = false, kSigned = true;
+    static constexpr int kHighest = 127;
     static constexpr int kBytes = kScaleBytes + kNibbleBytes;
     template <int quad>
     static inline Simd::Bytes codes(const uint8_t* block, int at) { return Simd::look_up(kNonLinear, nibbles_of<quad>(block + kScaleBytes, at)); }
@@ -58,6 +61,7 @@ template <int offset, bool minimum>
 struct FiveBits {  // one plane: bit q of a byte is the highest bit of quad q
     static constexpr int kOffset = offset, kScales = 1;
     static constexpr bool kMinimum = minimum, kSigned = false;
+    static constexpr int kHighest = 31;
     static constexpr int kCodes = kScaleBytes * (minimum ? 2 : 1);
     static constexpr int kBytes = kCodes + kNibbleBytes + kQuadBytes;
     template <int quad>
@@ -70,6 +74,7 @@ struct FiveBits {  // one plane: bit q of a byte is the highest bit of quad q
 struct SixBits {  // two planes, for the quads of each half: bits 2 * (q % 4) and the next are the highest of quad q
     static constexpr int kOffset = 32, kScales = 2;
     static constexpr bool kMinimum = false, kSigned = false;
+    static constexpr int kHighest = 63;
     static constexpr int kCodes = 2 * kScaleBytes;
     static constexpr int kBytes = kCodes + kNibbleBytes + 2 * kQuadBytes;
     template <int quad>
@@ -82,6 +87,7 @@ struct SixBits {  // two planes, for the quads of each half: bits 2 * (q % 4) an
 struct EightBits {
     static constexpr int kOffset = 0, kScales = 1;
     static constexpr bool kMinimum = false, kSigned = true;
+    static constexpr int kHighest = 127;
     static constexpr int kBytes = kScaleBytes + 2 * kNibbleBytes;
     template <int quad>
     static inline Simd::Bytes codes(const uint8_t* block, int at) { return Simd::load_bytes(block + kScaleBytes + quad * kQuadBytes + at); }

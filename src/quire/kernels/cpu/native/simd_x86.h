@@ -1,7 +1,8 @@
 // Vectors of output rows on x86: 16 with AVX-512, 8 with AVX2.
 //
 // Codes of weights and of activations are multiplied as 16-bit words, two at a time: with VNNI in one instruction. In
-// each quad of activations the even ones lie before the odd ones, as the codes of weights do once they are words.
+// each quad of activations the even ones lie before the odd ones, as the codes of weights do once they are words. For one
+// token or two, whose products do not pay for such words, an activation's code is also two bytes, 256 * high + low.
 #pragma once
 #include <immintrin.h>
 
@@ -14,10 +15,10 @@
 
 namespace quire {
 
-static inline int32_t two_words(const int8_t* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    return pair;
+static inline int32_t four_bytes(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return bytes;
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -27,12 +28,15 @@ struct Simd {
     static constexpr int kMaxTokens = 4;  // more are strips
     static constexpr int kMaxPlainTokens = 8;
     static constexpr int kProductRows = 6, kProductColumns = 4;  // sums of a float32 product, in registers
-    static constexpr int kCodeBytes = 2;  // of an activation
+    static constexpr int kCodeBytes = 4;       // of an activation: words of a group, then bytes
+    static constexpr int kWordBytes = 2 * 32;  // of a group
     using Int = __m512i;
     using Float = __m512;
     using Bytes = __m512i;
     using Dots = __m512i;
     struct Codes { __m512i even, odd; };
+    struct Quad { __m512i high, low; };      // bytes of four activations, for all rows
+    struct ByteDots { __m512i high, low; };  // sums of products with each
     struct Half { const int8_t* p; };
 
     static inline Dots set_dots(int32_t x) { return _mm512_set1_epi32(x); }
@@ -60,12 +64,46 @@ struct Simd {
         else return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
     }
     static inline Bytes subtract_words(Bytes x, int y) { return _mm512_sub_epi16(x, _mm512_set1_epi16((short)y)); }
+    static inline Bytes add_128(Bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)128)); }
+#if defined(__AVX512VNNI__)
+    static constexpr bool kAnyByteProducts = true;
+    template <int kHighest>
+    static constexpr int kQuadsAtOnce = 8;
+    template <bool kFirst>
+    static inline ByteDots dot_bytes(ByteDots total, Bytes codes, Quad x) {
+        if constexpr (kFirst) total = {set_dots(0), set_dots(0)};
+        return {_mm512_dpbusd_epi32(total.high, codes, x.high), _mm512_dpbusd_epi32(total.low, codes, x.low)};
+    }
+    static inline Dots add_dots(Dots total, ByteDots x) {
+        return _mm512_add_epi32(_mm512_add_epi32(total, x.low), _mm512_slli_epi32(x.high, 8));
+    }
+#else
+    static constexpr bool kAnyByteProducts = false;  // only of codes without a sign
+    template <int kHighest>
+    static constexpr int kQuadsAtOnce = 32767 / (2 * 128 * kHighest);  // whose sums fit 16 bits
+    template <bool kFirst>
+    static inline ByteDots dot_bytes(ByteDots total, Bytes codes, Quad x) {
+        const __m512i high = _mm512_maddubs_epi16(codes, x.high), low = _mm512_maddubs_epi16(codes, x.low);
+        if constexpr (kFirst) total = {high, low};
+        else total = {_mm512_add_epi16(total.high, high), _mm512_add_epi16(total.low, low)};
+        asm volatile("" : "+v"(total.high), "+v"(total.low));  // in this order: a compiler's own needs more registers
+        return total;
+    }
+    static inline Dots add_dots(Dots total, ByteDots x) {
+        const __m512i high = _mm512_madd_epi16(x.high, _mm512_set1_epi16(256)), low = _mm512_madd_epi16(x.low, _mm512_set1_epi16(1));
+        return _mm512_add_epi32(total, _mm512_add_epi32(high, low));
+    }
+#endif
+    static inline Quad load_quad(const int8_t* group, int quad) {
+        const int8_t* p = group + kWordBytes + 8 * quad;
+        return {_mm512_set1_epi32(four_bytes(p)), _mm512_set1_epi32(four_bytes(p + 4))};
+    }
     template <int quad>
     static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
-        total = dot_pairs(total, codes.even, _mm512_set1_epi32(two_words(x.p + 8 * quad)));
-        total = dot_pairs(total, codes.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 4)));
-        total = dot_pairs(total, next.even, _mm512_set1_epi32(two_words(x.p + 8 * quad + 8)));
-        return dot_pairs(total, next.odd, _mm512_set1_epi32(two_words(x.p + 8 * quad + 12)));
+        total = dot_pairs(total, codes.even, _mm512_set1_epi32(four_bytes(x.p + 8 * quad)));
+        total = dot_pairs(total, codes.odd, _mm512_set1_epi32(four_bytes(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, next.even, _mm512_set1_epi32(four_bytes(x.p + 8 * quad + 8)));
+        return dot_pairs(total, next.odd, _mm512_set1_epi32(four_bytes(x.p + 8 * quad + 12)));
     }
     static inline __m512i dot_pairs(__m512i total, __m512i codes, __m512i values) {
 #if defined(__AVX512VNNI__)
@@ -88,9 +126,16 @@ struct Simd {
     static inline Int add(Int x, Int y) { return _mm512_add_epi32(x, y); }
     static inline int32_t sum(Int x) { return _mm512_reduce_add_epi32(x); }
     static inline bool any_nan(Float x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
-    static inline void store_codes(int8_t* group, int at, Int x) {
+    static inline void store_words(int8_t* group, int at, Int x) {
         const __m256i words = _mm512_cvtsepi32_epi16(x);
         _mm256_storeu_si256((__m256i*)(group + 2 * at), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
+    }
+    static inline void store_codes(int8_t* group, int at, Int x) {
+        store_words(group, at, x);
+        const __m256i words = _mm512_cvtsepi32_epi16(x);
+        const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(words, _mm256_set1_epi16(128)), 8);
+        const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8);
+        _mm256_storeu_si256((__m256i*)(group + kWordBytes + 2 * at), _mm256_shuffle_epi32(_mm256_packs_epi16(high, low), 0xD8));
     }
     static inline Float low_bits_as_exponent(Float x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
     static inline float sum(Float x) { return _mm512_reduce_add_ps(x); }
@@ -123,12 +168,15 @@ struct Simd {
     static constexpr int kMaxTokens = 4;
     static constexpr int kMaxPlainTokens = 4;
     static constexpr int kProductRows = 6, kProductColumns = 2;
-    static constexpr int kCodeBytes = 2;
+    static constexpr int kCodeBytes = 4;
+    static constexpr int kWordBytes = 2 * 32;
     using Int = __m256i;
     using Float = __m256;
     using Bytes = __m256i;
     using Dots = __m256i;
     struct Codes { __m256i even, odd; };
+    struct Quad { __m256i high, low; };      // bytes of four activations, for all rows
+    struct ByteDots { __m256i high, low; };  // sums of products with each
     struct Half { const int8_t* p; };
 
     static inline Dots set_dots(int32_t x) { return _mm256_set1_epi32(x); }
@@ -156,12 +204,46 @@ struct Simd {
         else return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
     }
     static inline Bytes subtract_words(Bytes x, int y) { return _mm256_sub_epi16(x, _mm256_set1_epi16((short)y)); }
+    static inline Bytes add_128(Bytes x) { return _mm256_xor_si256(x, _mm256_set1_epi8((char)128)); }
+#if defined(__AVXVNNI__)
+    static constexpr bool kAnyByteProducts = true;
+    template <int kHighest>
+    static constexpr int kQuadsAtOnce = 8;
+    template <bool kFirst>
+    static inline ByteDots dot_bytes(ByteDots total, Bytes codes, Quad x) {
+        if constexpr (kFirst) total = {set_dots(0), set_dots(0)};
+        return {_mm256_dpbusd_avx_epi32(total.high, codes, x.high), _mm256_dpbusd_avx_epi32(total.low, codes, x.low)};
+    }
+    static inline Dots add_dots(Dots total, ByteDots x) {
+        return _mm256_add_epi32(_mm256_add_epi32(total, x.low), _mm256_slli_epi32(x.high, 8));
+    }
+#else
+    static constexpr bool kAnyByteProducts = false;  // only of codes without a sign
+    template <int kHighest>
+    static constexpr int kQuadsAtOnce = 32767 / (2 * 128 * kHighest);  // whose sums fit 16 bits
+    template <bool kFirst>
+    static inline ByteDots dot_bytes(ByteDots total, Bytes codes, Quad x) {
+        const __m256i high = _mm256_maddubs_epi16(codes, x.high), low = _mm256_maddubs_epi16(codes, x.low);
+        if constexpr (kFirst) total = {high, low};
+        else total = {_mm256_add_epi16(total.high, high), _mm256_add_epi16(total.low, low)};
+        asm volatile("" : "+v"(total.high), "+v"(total.low));  // in this order: a compiler's own needs more registers
+        return total;
+    }
+    static inline Dots add_dots(Dots total, ByteDots x) {
+        const __m256i high = _mm256_madd_epi16(x.high, _mm256_set1_epi16(256)), low = _mm256_madd_epi16(x.low, _mm256_set1_epi16(1));
+        return _mm256_add_epi32(total, _mm256_add_epi32(high, low));
+    }
+#endif
+    static inline Quad load_quad(const int8_t* group, int quad) {
+        const int8_t* p = group + kWordBytes + 8 * quad;
+        return {_mm256_set1_epi32(four_bytes(p)), _mm256_set1_epi32(four_bytes(p + 4))};
+    }
     template <int quad>
     static inline Dots dot(Dots total, Codes codes, Codes next, Half x) {
-        total = dot_pairs(total, codes.even, _mm256_set1_epi32(two_words(x.p + 8 * quad)));
-        total = dot_pairs(total, codes.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 4)));
-        total = dot_pairs(total, next.even, _mm256_set1_epi32(two_words(x.p + 8 * quad + 8)));
-        return dot_pairs(total, next.odd, _mm256_set1_epi32(two_words(x.p + 8 * quad + 12)));
+        total = dot_pairs(total, codes.even, _mm256_set1_epi32(four_bytes(x.p + 8 * quad)));
+        total = dot_pairs(total, codes.odd, _mm256_set1_epi32(four_bytes(x.p + 8 * quad + 4)));
+        total = dot_pairs(total, next.even, _mm256_set1_epi32(four_bytes(x.p + 8 * quad + 8)));
+        return dot_pairs(total, next.odd, _mm256_set1_epi32(four_bytes(x.p + 8 * quad + 12)));
     }
     static inline __m256i dot_pairs(__m256i total, __m256i codes, __m256i values) {
 #if defined(__AVXVNNI__)
@@ -188,9 +270,15 @@ struct Simd {
         v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4E));
         return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xB1)));
     }
+    static inline __m128i to_words(Int x) { return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+    static inline void store_words(int8_t* group, int at, Int x) {
+        _mm_storeu_si128((__m128i*)(group + 2 * at), _mm_shufflehi_epi16(_mm_shufflelo_epi16(to_words(x), 0xD8), 0xD8));
+    }
     static inline void store_codes(int8_t* group, int at, Int x) {
-        const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-        _mm_storeu_si128((__m128i*)(group + 2 * at), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xD8), 0xD8));
+        store_words(group, at, x);
+        const __m128i words = to_words(x);
+        const __m128i high = _mm_srai_epi16(_mm_add_epi16(words, _mm_set1_epi16(128)), 8), low = _mm_srai_epi16(_mm_slli_epi16(words, 8), 8);
+        _mm_storeu_si128((__m128i*)(group + kWordBytes + 2 * at), _mm_shuffle_epi32(_mm_packs_epi16(high, low), 0xD8));
     }
     static inline Float low_bits_as_exponent(Float x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23)); }
     static inline __m128 halves(Float x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }

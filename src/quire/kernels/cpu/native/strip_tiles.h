@@ -247,7 +247,7 @@ static inline void quantize_strip(const float* x, int64_t width, StripGroup<n>* 
             Simd::Int sum = Simd::set_dots(0);
             for (int i = 0; i < kGroup; i += Simd::kLanes) {
                 const Simd::Int codes = Simd::round_to_int(Simd::multiply(Simd::load(x + t * width + i), Simd::set(inverse[t])));
-                Simd::store_codes(reinterpret_cast<int8_t*>(pairs), i, codes);
+                Simd::store_words(reinterpret_cast<int8_t*>(pairs), i, codes);
                 sum = Simd::add(sum, codes);
             }
             sums[t] = (float)Simd::sum(sum);
