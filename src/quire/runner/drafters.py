@@ -220,7 +220,7 @@ class Drafting:
         """Read what was sampled since the last call: most steps propose nothing. Steps of the same rows together."""
         for (_, num_axes), steps in groupby(self._unread, key=lambda step: (id(step[0]), step[1].ndim)):
             (rows, first), *others = steps
-            outcomes = np.stack([first, *[outcome for _, outcome in others]])
+            outcomes = np.concatenate([first, *[outcome for _, outcome in others]]).reshape(-1, *first.shape)
             tokens = outcomes if num_axes == 1 else outcomes[:, 0]  # [steps, rows]
             emitted = np.ones_like(tokens, np.bool_) if num_axes == 1 else outcomes[:, 1:3].all(axis=1)
             positions = self._lengths[rows] + np.cumsum(emitted, axis=0) - 1
