@@ -269,22 +269,27 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step.check(output)
 
 
-@pytest.mark.parametrize("splits, min_tiles", [(5, 3), *long_only([(2, 1), (7, 1)], gpu=True)])
-def test_chunks_agree_with_any_split_kv(splits, min_tiles):
-    """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
-    tiles = PrefillTiles(32, 16, 4, 2, splits, min_tiles)
+@pytest.mark.parametrize(
+    "splits, min_tiles, slots", [(5, 3, 1024), (5, 1, 19), *long_only([(2, 1, 24), (7, 1, 1024), (7, 1, 3)], gpu=True)]
+)
+def test_chunks_agree_with_any_split_kv(splits, min_tiles, slots):
+    """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together. The
+    shape has more sequences and tokens than the step, as that of a CUDA graph may."""
+    tiles = PrefillTiles(32, 16, 4, 2, splits, min_tiles, slots)
     scratch = None
     for parts in ([Part(75, 12), Part(0, 3), Part(31, 11)], [Part(0, 21), Part(120, 2), Part(16, 1)]):
         step = Step(parts, group=3, kv_heads=2, rule=AttentionRule(0.3))
-        scratch = scratch or prefill_scratch(step.query, 2, 3, tiles, 0)
-        scratch.partials.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
-        output = torch.empty_like(step.truth, device=DEVICE)
         layout = step.layout
-        starts, lengths = layout.query_starts, layout.context_lengths
-        prefill_attention(
-            step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, 0, scratch, tiles
-        )
-        step.check(output)
+        query = torch.cat([step.query, torch.full_like(step.query[:9], math.nan)])
+        starts = torch.cat([layout.query_starts, layout.query_starts[-1:].repeat(2)])
+        lengths = torch.cat([layout.context_lengths, torch.zeros_like(layout.context_lengths[:2])])
+        tables = torch.cat([layout.tables, torch.full_like(layout.tables[:2], 2**30)])
+        scratch = scratch or prefill_scratch(query, 2, len(lengths), tiles, 0)
+        scratch.partials.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
+        output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
+        prefill_attention(query, step.kv_layer, tables, starts, lengths, step.rule, output, 0, scratch, tiles)
+        step.check(output[:-9])
+        assert (output[-9:] == 7.0).all()
         assert not scratch.arrivals.any()
 
 

@@ -2,8 +2,9 @@
 
 One program: some tokens of one sequence with all query heads of one key head. Packed like this they fill a tile of rows
 even when tokens are few, and little is wasted on the diagonal. Where that makes too few programs for the GPU, several
-share the keys of a tile (split-KV). The grid follows from host integers: every sequence has one tile more than its
-tokens could need, and a program finds its sequence itself. Does not write keys.
+share the keys of a tile (split-KV): how many depends on the tiles that the device finds, because a CUDA graph has less
+tokens than its shape. The grid follows from host integers: every sequence has one tile more than its tokens could need,
+and a program finds its sequence itself. Does not write keys.
 """
 
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from quire.kernels.interface import AttentionRule
 
 _SMALLEST_DOT = 16  # minimum rows of a tensor-core matmul
 _SEARCHED_AT_ONCE = 64  # sequences
-_PROGRAMS_PER_SM = 2  # as many as fit; with more, the last run in a wave of their own
+_PROGRAMS_PER_SM = 2  # as many as fit
 _MIN_SHARED = 256  # keys per split at least
 _MAX_SPLITS = 16
 _USUAL_ROWS = 64  # of a tile
@@ -50,8 +51,9 @@ class PrefillTiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    splits: int = 1  # the most split-KV programs of a tile
+    splits: int = 1  # the most split-KV programs of a tile; 1: tiles are not shared
     min_tiles: int = 1  # the fewest key tiles of a program
+    slots: int = 1024  # programs that shared tiles are split for; with as many tiles, none is
 
 
 def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int, budget: int) -> PrefillTiles:
@@ -99,6 +101,20 @@ def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.co
         begun = (starts // TOKENS + sequences <= tile) & (sequences < num_sequences)
         found += tl.sum(begun.to(tl.int32), 0)
     return found
+
+
+@triton.jit
+def _end_of_tiles(query_starts, first_token, num_sequences, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Behind the last tile that has tokens."""
+    end = 0
+    for start in range(0, num_sequences, AT_ONCE):
+        sequences = start + tl.arange(0, AT_ONCE)
+        present = sequences < num_sequences
+        starts = tl.load(query_starts + sequences, mask=present, other=0)
+        counts = tl.load(query_starts + sequences + 1, mask=present, other=0) - starts
+        ends = (starts - first_token) // TOKENS + sequences + tl.cdiv(counts, TOKENS)
+        end = tl.maximum(end, tl.max(tl.where(present & (counts > 0), ends, 0), 0))
+    return end
 
 
 @triton.jit
@@ -169,37 +185,41 @@ def _attend_tile(
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "num_sequences", "table_stride", "window", "min_tiles", "max_splits"],
+    do_not_specialize=["first_token", "num_sequences", "table_stride", "window", "min_tiles", "max_splits", "slots"],
     do_not_specialize_on_alignment=["tables", "query_starts", "context_lengths"],
 )
 def _prefill_kernel(
     query, store, tables, query_starts, context_lengths, output, partials, maxima, sums, arrivals,
     first_token, num_sequences, query_row_stride, query_head_stride, block_stride, side_stride, slot_stride,
-    head_stride, table_stride, output_stride, window, rate, cap_rate, min_tiles, max_splits,
+    head_stride, table_stride, output_stride, window, rate, cap_rate, min_tiles, max_splits, slots,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of a sequence, a key head with its GROUP of query heads, and one split of the keys."""
-    kv_head = tl.program_id(0) % KV_HEADS
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens have most keys: scheduled first
+    """One program: a tile with one key head, or a split of it."""
+    end, splits = tl.num_programs(0) // KV_HEADS, 1
+    if SHARED:
+        end = _end_of_tiles(query_starts, first_token, num_sequences, TOKENS, AT_ONCE)
+        splits = tl.minimum(tl.maximum(slots // tl.maximum(end * KV_HEADS, 1), 1), max_splits)
+    tile = end - 1 - tl.program_id(0) // (KV_HEADS * splits)  # the last tokens have most keys: scheduled first
+    if tile < 0:
+        return
+    kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS % splits
     sequence = _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS, AT_ONCE)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     first_query = (tile - (start - first_token) // TOKENS - sequence) * TOKENS
-    if first_query >= num_queries:
-        return
     last_query = tl.minimum(first_query + TOKENS, num_queries) - 1
     num_before = tl.load(context_lengths + sequence) - num_queries
     begin, stop, num_splits = 0, num_before + last_query + 1, 1
     if SHARED:
-        split, num_tiles = tl.program_id(1), tl.cdiv(stop, TILE)
-        share = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
+        num_tiles = tl.cdiv(stop, TILE)
+        share = tl.maximum(tl.cdiv(num_tiles, splits), min_tiles)
         num_splits = tl.cdiv(num_tiles, share)
-        if split >= num_splits:
-            return
         begin = split * share * TILE
         stop = tl.minimum(begin + share * TILE, stop)
+    if (first_query >= num_queries) | (split >= num_splits):
+        return
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
@@ -217,10 +237,10 @@ def _prefill_kernel(
     targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
     if num_splits == 1:
         tl.store(targets, normalize(acc, running_sum).to(output.dtype.element_ty), mask=own)
-    else:
+    elif SHARED:
         pair = tile * KV_HEADS + kv_head
-        first_partial = pair * max_splits * ROWS
-        own_partial = first_partial + tl.program_id(1) * ROWS
+        first_partial = pair * splits * ROWS
+        own_partial = first_partial + split * ROWS
         store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, rows, dims, ROWS, DIM)
         if is_last(arrivals + pair, num_splits):
             merged = merge_partials(partials, maxima, sums, first_partial, num_splits, rows, dims, 1, ROWS, DIM)
@@ -230,19 +250,20 @@ def _prefill_kernel(
 def prefill_tiles(
     query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule, first_token: int
 ) -> PrefillTiles:
-    """Tile sizes for these chunks; the scratch is sized by them."""
+    """Tile sizes for these chunks; the scratch is sized by them. One chunk may have all tokens."""
     num_tokens, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     group, num_tokens = heads // kv_heads, num_tokens - first_token
-    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size(), shared_memory_budget())
+    tiles = _tiles(num_tokens, group, dim, kv_layer.element_size(), shared_memory_budget())
     if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter runs one program at a time
         return tiles
     num_sms = torch.cuda.get_device_properties(query.device).multi_processor_count
-    programs = -(-num_tokens * group // tiles.rows) * kv_heads
+    slots = _PROGRAMS_PER_SM * num_sms
+    if -(-num_tokens * group // tiles.rows) * kv_heads > slots:
+        return tiles
     min_tiles = -(-_MIN_SHARED // tiles.keys)
     most = -(-tables.shape[1] * block_size // (min_tiles * tiles.keys))
-    splits = min(_PROGRAMS_PER_SM * num_sms // programs, most, _MAX_SPLITS)
-    return tiles._replace(splits=max(splits, 1), min_tiles=min_tiles)
+    return tiles._replace(splits=max(min(most, _MAX_SPLITS), 1), min_tiles=min_tiles, slots=slots)
 
 
 def prefill_scratch(
@@ -251,7 +272,8 @@ def prefill_scratch(
     num_tokens, heads, dim = query.shape
     num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, heads // kv_heads)
     num_counters = num_tiles * kv_heads
-    return SplitScratch.allocate(num_counters * tiles.rows * tiles.splits, num_counters, dim, query.device)
+    num_shares = min(num_counters * tiles.splits, max(num_counters, tiles.slots))
+    return SplitScratch.allocate(num_shares * tiles.rows, num_counters, dim, query.device)
 
 
 def _num_tiles(num_tokens: int, num_sequences: int, tiles: PrefillTiles, group: int) -> int:
@@ -284,12 +306,15 @@ def prefill_attention(
         scratch = scratch or prefill_scratch(query, kv_heads, num_sequences, tiles, first_token)
         scratch_tensors = (scratch.partials, scratch.maxima, scratch.sums, scratch.arrivals)
     rates = SoftmaxScale.of(rule)
-    num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, group)
-    launch(  # tiles on the first axis: the second axis of a grid is limited to 65,535
-        _prefill_kernel, (num_tiles * kv_heads, tiles.splits),
+    num_programs = _num_tiles(num_tokens - first_token, num_sequences, tiles, group) * kv_heads
+    if tiles.splits > 1:
+        num_programs = min(num_programs * tiles.splits, max(num_programs, tiles.slots))
+    launch(
+        _prefill_kernel, (num_programs,),
         query, kv_layer, tables, query_starts, context_lengths, output, *scratch_tensors,
         first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
         tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,
+        tiles.slots,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,
         BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, next_power_of_2(dim)),
         KV_HEADS=kv_heads, WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, SHARED=tiles.splits > 1,
