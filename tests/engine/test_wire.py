@@ -14,7 +14,7 @@ from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.shared_blocks import BlockAddress, DeviceMemory, NetworkMemory
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
+from quire.core.step_output import DraftCounts, FinishedSequence, FirstToken, StepOutput
 from quire.engine.kv_events import KvEventsConfig
 from quire.engine.messages import (
     AbortRequest,
@@ -101,6 +101,7 @@ STEP_OUTPUT = st.builds(
         NUMBER, st.builds(PromptLogprobs, NUMBER.map(Row), NUMBER, st.lists(TOP, max_size=2).map(tuple)), max_size=2
     ),
     st.dictionaries(NUMBER, array(np.float32), max_size=2),
+    st.dictionaries(NUMBER, st.builds(DraftCounts, NUMBER, NUMBER), max_size=2),
 )
 ADDRESS = st.builds(
     BlockAddress,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -49,8 +48,7 @@ class Recorder:
             return result
         self.poisoned = None
         kept = result.rows != row
-        return replace(
-            result,
+        return result._replace(
             rows=result.rows[kept],
             tokens=result.tokens[kept],
             ended=(*(each for each in result.ended if each.row != row), FinishedRow(row, FinishReason.ERROR)),

@@ -130,7 +130,7 @@ class SameArrays:
 
     def launch(self, plan: StepPlan) -> Pending:
         result = self._runner.launch(plan).wait()
-        return FinishedStep(replace(result, rows=self._arrays.setdefault(result.rows.tobytes(), result.rows)))
+        return FinishedStep(result._replace(rows=self._arrays.setdefault(result.rows.tobytes(), result.rows)))
 
 
 def test_tokens_are_of_the_sequence_that_has_the_row_now() -> None:

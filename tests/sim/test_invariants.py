@@ -162,8 +162,7 @@ def test_a_row_reads_no_block_of_another_partition(copied: bool) -> None:
         )
         watch.absorb(StepResult(0))
         table = [1, 2, 4] if not copied else [4]
-        plan = replace(
-            hit(8 if not copied else 2, *table),
+        plan = hit(8 if not copied else 2, *table)._replace(
             starts=(row_start(1, [*TEN, 99] if not copied else [0, 1, 7]),),
             chunks=(sample(1, 8, 11) if not copied else sample(1, 2, 3),),
             moves=moves(DEVICE, DEVICE, (1, 4)) if copied else (),
@@ -234,7 +233,7 @@ def test_a_row_with_drafts_has_masks_after_them_and_emits_no_more_tokens_than_ma
     two = Masks(np.array([0, 0], np.int32), np.array([_sum([7, 8]), _sum([7, 8, 9])]), passes=(1,))
     result = StepResult(2, np.array([0, 0], np.int32), np.array([9, 1], np.int32), passes=(1,))
     one = np.array([1], np.int32)
-    result = replace(result, verified=Verified(np.array([0], np.int32), one, one))
+    result = result._replace(verified=Verified(np.array([0], np.int32), one, one))
     right = launched()
     right.sample(two, _runs, _sum, drafted)
     right.absorb(result)

@@ -52,7 +52,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -86,6 +86,7 @@ class FinishReason(Enum):
 
 
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
+NO_ENTRIES: Mapping[Any, Any] = {}  # never changed
 
 
 class RowStart(NamedTuple):
@@ -160,8 +161,7 @@ class Chunk(NamedTuple):
     output: ChunkOutput
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One forward pass, as a difference to the one before."""
 
     step: int
@@ -245,8 +245,7 @@ class Verified:
 _NOTHING_VERIFIED = Verified()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The output of one step: row `rows[i]` emitted `tokens[i]`.
 
     A row with drafts may have emitted several tokens. They are in passes: first one token of every row that emitted,
@@ -254,13 +253,13 @@ class StepResult:
     """
 
     step: int
-    rows: IntArray = field(default_factory=_none)
-    tokens: IntArray = field(default_factory=_none)
+    rows: IntArray = _NO_TOKENS
+    tokens: IntArray = _NO_TOKENS
     ended: tuple[FinishedRow, ...] = ()
-    logprobs: dict[Row, tuple[TopLogprobs, ...]] = field(default_factory=dict)  # of each of its tokens
+    logprobs: Mapping[Row, tuple[TopLogprobs, ...]] = NO_ENTRIES  # of each of its tokens
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    candidates: dict[Row, Candidates] = field(default_factory=dict)
-    pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the prompt's hidden states
+    candidates: Mapping[Row, Candidates] = NO_ENTRIES
+    pooled: Mapping[Row, FloatArray] = NO_ENTRIES  # the sum of the prompt's hidden states
     passes: tuple[int, ...] = ()
     verified: Verified = _NOTHING_VERIFIED
 

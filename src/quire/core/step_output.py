@@ -4,15 +4,17 @@ The scheduler builds it, the engine process sends it, the front turns it into te
 are integers. Does not depend on rows, text or encoding.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import FloatArray, IntArray
-from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
+from quire.core.step import NO_ENTRIES, FinishReason, PromptLogprobs, TopLogprobs
+
+_NO_SEQUENCES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+_NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class FirstToken(NamedTuple):
@@ -42,19 +44,18 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """Sequence `sequences[i]` gained `tokens[i]`. One that gained several occurs several times, in their order."""
 
     step: int
-    sequences: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    sequences: NDArray[np.int64] = _NO_SEQUENCES
+    tokens: IntArray = _NO_TOKENS
     first_tokens: tuple[FirstToken, ...] = ()
     finished: tuple[FinishedSequence, ...] = ()
-    logprobs: dict[int, tuple[TopLogprobs, ...]] = field(default_factory=dict)  # of each of its tokens
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
-    drafts: dict[int, DraftCounts] = field(default_factory=dict)
+    logprobs: Mapping[int, tuple[TopLogprobs, ...]] = NO_ENTRIES  # of each of its tokens
+    prompt_logprobs: Mapping[int, PromptLogprobs] = NO_ENTRIES
+    pooled: Mapping[int, FloatArray] = NO_ENTRIES  # the sum of a prompt's hidden states
+    drafts: Mapping[int, DraftCounts] = NO_ENTRIES
 
     def numbers(self, number_of: Callable[[int], int | None]) -> set[int]:
         """The requests with output in this step. `number_of` gives the request of a sequence."""

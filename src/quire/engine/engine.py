@@ -185,7 +185,7 @@ class Engine:
         """An output, as soon as the loop has it: the masks of the next step depend on its tokens."""
         if output.finished:
             if any(over.reason is FinishReason.ERROR for over in output.finished):  # before the grammars advance
-                output = replace(output, finished=tuple(self._with_cause(over) for over in output.finished))
+                output = output._replace(finished=tuple(self._with_cause(over) for over in output.finished))
             self.num_sampled += sum(len(over.tokens) for over in output.finished if over.score is not None)  # beams
         if self.grammars is not None:
             self.grammars.advance(output, self.scheduler)

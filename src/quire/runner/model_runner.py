@@ -7,7 +7,6 @@ One method, `launch`. Nothing between `launch` and `wait` synchronises with the 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -206,7 +205,7 @@ class ModelRunner:
         result, numbers = greedy_result(plan.step, rows, counts, step.verify(counts, tokens))
         if self._drafting is not None:
             self._drafting.append_passes(result.rows, result.tokens, numbers)
-        return ComputedStep(replace(result, verified=verified(plan.drafts, drafted, result)))
+        return ComputedStep(result._replace(verified=verified(plan.drafts, drafted, result)))
 
     @property
     def _features(self) -> DraftFeatures | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -79,23 +79,23 @@ class PendingStep:
         result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if len(self.drafts):
             drafted = self.sampled.drafted if isinstance(self.sampled, SampledPasses | VerifiedRows) else None
-            result = replace(result, verified=verified(self.drafts, drafted, result))
+            result = result._replace(verified=verified(self.drafts, drafted, result))
         if self.candidates is not None:
             found = self.candidates.wait()
             failed = tuple(FinishedRow(row, FinishReason.ERROR) for row, best in found.items() if best is None)
             likeliest = {row: best for row, best in found.items() if best is not None}
-            result = replace(result, ended=result.ended + failed, candidates=likeliest)
+            result = result._replace(ended=result.ended + failed, candidates=likeliest)
         if self.prompt_scores:
             prompt_logprobs = []
             for part, pieces in self.prompt_scores:
                 scores = [score for piece in pieces for score in piece.wait([piece.num_top] * len(piece.packed))]
                 prompt_logprobs.append(PromptLogprobs(part.chunk.row, part.chunk.start + 1, tuple(scores)))
-            result = replace(result, prompt_logprobs=tuple(prompt_logprobs))
+            result = result._replace(prompt_logprobs=tuple(prompt_logprobs))
         if self.pooled is not None:
             sums = self.pooled.wait()
             over = tuple(FinishedRow(row, finish_reason(total is not None, stop=True)) for row, total in sums.items())
             whole = {row: total for row, total in sums.items() if total is not None}
-            result = replace(result, ended=result.ended + over, pooled=whole)
+            result = result._replace(ended=result.ended + over, pooled=whole)
         return result
 
 

@@ -7,7 +7,7 @@ results of a pass are read on the host: for devices that compute a step before `
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -126,7 +126,7 @@ def greedy_result(step: int, rows: IntArray, counts: IntArray, drafted: DraftOut
     result = step_result(step, np.repeat(rows, lines)[order], outcome)
     emitted = numbers[order][(outcome[1] & outcome[2]).astype(np.bool_)]
     passes = np.searchsorted(emitted, np.arange(1, emitted.max(initial=0) + 1))
-    return VerifiedTokens(replace(result, passes=tuple(passes.tolist())), emitted.astype(np.int32))
+    return VerifiedTokens(result._replace(passes=tuple(passes.tolist())), emitted.astype(np.int32))
 
 
 def nothing_verified(drafts: Drafts) -> Verified:

@@ -3,7 +3,7 @@
 `Scheduler.absorb` calls it once for each step, in order, unless the step was steady (`sched/steady_decode.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -139,7 +139,7 @@ class ResultProcessor:
                 finished.append(sequence)
         return finished
 
-    def _advance_beams(self, candidates: dict[Row, Candidates]) -> list[Sequence]:
+    def _advance_beams(self, candidates: Mapping[Row, Candidates]) -> list[Sequence]:
         finished: list[Sequence] = []
         for row, offered in candidates.items():
             sequence = self._state.rows.assigned.get(row)

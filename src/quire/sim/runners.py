@@ -14,7 +14,7 @@ there are no logits.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice, starmap
 from typing import NamedTuple
@@ -99,14 +99,14 @@ class EmittedTokens:
         """The result with these tokens, and what became of the drafts of its plan."""
         pairs = np.array(list(chain.from_iterable(self._passes)), dtype=np.int32).reshape(-1, 2)
         starts = list(accumulate(len(each) for each in self._passes[:-1]))
-        result = replace(result, rows=pairs[:, 0], tokens=pairs[:, 1], passes=tuple(starts))
+        result = result._replace(rows=pairs[:, 0], tokens=pairs[:, 1], passes=tuple(starts))
         if not len(plan.drafts):
             return result
         drafted = {each.row: len(each.drafts) for each in work}
         gained = Counter(row for further in self._passes[1:] for row, _ in further)
         rows = plan.drafts.rows.tolist()
         numbers = np.array([(drafted.get(row, 0), gained[row]) for row in rows], dtype=np.int32)
-        return replace(result, verified=Verified(plan.drafts.rows, numbers[:, 0], numbers[:, 1]))
+        return result._replace(verified=Verified(plan.drafts.rows, numbers[:, 0], numbers[:, 1]))
 
 
 # The result of a step whose forward pass is done, by the masks of each masked row: of its next positions, in order.

@@ -5,7 +5,7 @@ row with an error instead, as non-finite logits would. A prompt's embedding coun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -87,7 +87,7 @@ class ScriptedRunner:
             elif ChunkOutput.SAMPLE in each.output:
                 self._speak(each, masks.get(each.row), emitted, ended, logprobs)
         result = StepResult(plan.step, ended=tuple(ended), logprobs=logprobs)
-        result = replace(result, prompt_logprobs=tuple(prompt_logprobs), candidates=candidates, pooled=pooled)
+        result = result._replace(prompt_logprobs=tuple(prompt_logprobs), candidates=candidates, pooled=pooled)
         return emitted.result(plan, work, result)
 
     def _speak(

@@ -6,6 +6,7 @@ plans that were not empty. What cannot be derived by following the plans is writ
 written once, when the row that emitted them is released.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -247,7 +248,7 @@ class AbsorbRecord(NamedTuple):
     now_s: float
     ended: tuple[FinishedRow, ...]
     unexpected: IntArray
-    candidates: dict[Row, Candidates]
+    candidates: Mapping[Row, Candidates]
     drafted: IntArray
     accepted: IntArray
 

@@ -193,8 +193,7 @@ class FaultyRunner:
         verified = result.verified
         accepted = np.where(np.isin(verified.rows, list(self._failed_rows)), 0, verified.accepted).astype(np.int32)
         others = tuple(each for each in result.ended if each.row not in self._failed_rows)
-        return replace(
-            result,
+        return result._replace(
             rows=np.concatenate([rows[kept] for rows, _, kept in passes]),
             tokens=np.concatenate([tokens[kept] for _, tokens, kept in passes]),
             passes=tuple(starts),
