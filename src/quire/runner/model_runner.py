@@ -176,7 +176,9 @@ class ModelRunner:
 
     def _repeat(self, plan: StepPlan) -> PendingStep | ComputedStep | None:
         """The step before once more, if that was greedy and nothing changed: without a tensor operation."""
-        if self._greedy_step is None or any_armed() or (len(plan.drafts) and self._features is not None):
+        has_drafts = len(plan.drafts) > 0
+        features = None if self._draft_model is None else self._draft_model.features
+        if self._greedy_step is None or any_armed() or (has_drafts and features is not None):
             return None
         rows = self._rows.repeat(plan)
         if rows is None:
@@ -184,10 +186,10 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.carry(())
             self._draft_model.apply(plan)
-        drafted = self._propose(plan) if len(plan.drafts) else None
+        drafted = self._propose(plan) if has_drafts else None
         if drafted is not None:
             return self._verify_greedy(plan, rows, drafted, self._greedy_step)
-        slots = None if self._features is None else self._features.decode_slots(rows, self._rows.columns)
+        slots = None if features is None else features.decode_slots(rows, self._rows.columns)
         tokens = self._greedy_step()
         if slots is not None:
             self._note_features(slots)
@@ -195,7 +197,7 @@ class ModelRunner:
             return PendingStep(plan.step, self._sampled(rows, self._greedy_step.outcome, None), drafts=plan.drafts)
         if self._drafting is not None:
             self._drafting.append(rows, tokens)
-        if len(plan.drafts):
+        if has_drafts:
             return ComputedStep(StepResult(plan.step, rows, tokens, verified=nothing_verified(plan.drafts)))
         return ComputedStep(StepResult(plan.step, rows, tokens))
 

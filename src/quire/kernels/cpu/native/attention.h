@@ -330,13 +330,19 @@ static inline void each_rest(const Seen* seen, int rows, const Body& body) {
 
 // A tile of few rows, straight from the pages: each sum has the numbers and the order that it has by way of the buffers.
 template <int32_t format>
-static void attend_pages(const KvLayer& kv, const Heads& heads, const TilePages& pages, const float* queries, int rows, int padded, const Seen* seen,
-                         const KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
-    constexpr int kColumns = Simd::kProductColumns;
-    const int64_t stride = kv.block_size * number_bytes(format);
+static void attend_pages(const PageRequests& requests, const Heads& heads, const TilePages& pages, const float* queries, int rows, int padded, int base,
+                         const Seen* seen, const KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
+    constexpr int kColumns = Simd::kProductColumns, kAtOnce = kColumns * Simd::kLanes;
+    const int64_t stride = requests.kv.block_size * number_bytes(format);
+    const int keys = seen[rows - 1].visible;
     each_strip(rows, [&](auto count, int r) {
-        for (int j = 0; j < kKeys / Simd::kLanes; j += kColumns)
-            score_pages<format, decltype(count)::value, kColumns>(queries + r * padded, padded, heads.dim, pages.keys + j, stride, scores + r * kKeys + j * Simd::kLanes);
+        for (int j = 0, key = 0; key < keys; j += kColumns, key += kAtOnce) {
+            if (r == 0) {
+                requests.values(pages.values + key, std::min(kAtOnce, keys - key));
+                requests.keys(base + key + kAtOnce, kAtOnce);
+            }
+            score_pages<format, decltype(count)::value, kColumns>(queries + r * padded, padded, heads.dim, pages.keys + j, stride, scores + r * kKeys + key);
+        }
     });
     weigh_rows(scores, seen, rows, heads.softcap, format == kInt8 ? &scales : nullptr, state);
     auto add = [&](auto count, int r, int key, int last, const float* factors) {
@@ -353,18 +359,18 @@ static void attend_pages(const KvLayer& kv, const Heads& heads, const TilePages&
     });
 }
 
-static inline void attend_pages(const KvLayer& kv, const Heads& heads, const int32_t* table, int head, int base, int keys, const float* queries, int rows,
-                                const Seen* seen, KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
-    const TilePages pages = locate_tile(kv, table, head, heads.dim, base, keys, scales);
+static inline void attend_pages(const PageRequests& requests, const Heads& heads, int base, int keys, const float* queries, int rows, const Seen* seen,
+                                KvScales& scales, float* scores, const SoftmaxRows& state, float* out) {
+    const KvLayer& kv = requests.kv;
+    const TilePages pages = locate_tile(kv, requests.table, requests.head, heads.dim, base, keys, scales);
     const int padded = padded_dim(heads.dim);
     switch (kv.format) {
-        case kFloat32: return attend_pages<kFloat32>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
-        case kFloat16: return attend_pages<kFloat16>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
-        case kInt8: return attend_pages<kInt8>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
-        default: return attend_pages<kBfloat16>(kv, heads, pages, queries, rows, padded, seen, scales, scores, state, out);
+        case kFloat32: return attend_pages<kFloat32>(requests, heads, pages, queries, rows, padded, base, seen, scales, scores, state, out);
+        case kFloat16: return attend_pages<kFloat16>(requests, heads, pages, queries, rows, padded, base, seen, scales, scores, state, out);
+        case kInt8: return attend_pages<kInt8>(requests, heads, pages, queries, rows, padded, base, seen, scales, scores, state, out);
+        default: return attend_pages<kBfloat16>(requests, heads, pages, queries, rows, padded, base, seen, scales, scores, state, out);
     }
 }
-
 // Calls body(first, count, keys) for rows that are computed together, and the keys that the last of them sees. Near the end
 // of a chunk, rows see some of the keys of a tile: others are not computed.
 template <class Body>
@@ -382,6 +388,8 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
                          int rows, int first, int last, bool matrix_unit, TileBuffers& buffers, float* out, Softmax* softmax) {
     const int group = heads.queries / heads.keys, padded = padded_dim(heads.dim);
     const bool direct = rows <= kDirectRows && kv.block_size % Simd::kLanes == 0 && heads.dim % Simd::kLanes == 0;
+    const PageRequests requests{kv, table, key_head, heads.dim, last};
+    if (direct) requests.keys(first, Simd::kProductColumns * Simd::kLanes);
     matrix_unit = matrix_unit && MatrixAttention::possible(rows, heads.dim);
     if (matrix_unit) buffers.matrix.set_queries(queries, rows, heads.dim);
     std::fill(out, out + (size_t)rows * padded, 0.0f);
@@ -391,7 +399,7 @@ static void attend_split(const KvLayer& kv, const Heads& heads, const int32_t* t
         const int keys = std::min(kKeys, last - base);
         for (int r = 0, at = position; r < rows; r += group, at++) std::fill_n(buffers.seen.begin() + r, group, seen_keys(at, window, base, keys));
         if (direct && first <= base) {
-            attend_pages(kv, heads, table, key_head, base, keys, queries, rows, buffers.seen.data(), buffers.scales, buffers.scores.data(),
+            attend_pages(requests, heads, base, keys, queries, rows, buffers.seen.data(), buffers.scales, buffers.scores.data(),
                          {buffers.highest.data(), buffers.factors.data(), buffers.sums.data()}, out);
             continue;
         }

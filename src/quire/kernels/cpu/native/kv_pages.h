@@ -113,6 +113,28 @@ static inline uint8_t* value_of(const KvLayer& kv, int64_t block, int offset, in
     return kv.data + (block * kv.block_stride + kv.value_stride + offset * kv.token_stride + head * kv.head_stride) * number_bytes(kv.format);
 }
 
+// Requests cache lines of keys and values: they were read a step ago, and the weights have taken their place since. Few of
+// them follow each other, so that the processor's own prefetching helps little.
+struct PageRequests {
+    const KvLayer& kv;
+    const int32_t* table;
+    int head, dim, last;  // last: behind the last key
+
+    static constexpr int kLine = 64, kKeysOfLine = 16;  // of 16 bits each
+
+    void keys(int first, int count) const {
+        const int64_t stride = kv.block_size * number_bytes(kv.format), step = stride > kLine ? stride : kLine;
+        for (int key = first; key < std::min(first + count, last); key += kKeysOfLine) {
+            const uint8_t* at = keys_of(kv, table[key / kv.block_size], head, dim) + key % kv.block_size * number_bytes(kv.format);
+            for (int64_t i = 0; i < dim * stride; i += step) __builtin_prefetch(at + i);
+        }
+    }
+    void values(const uint8_t* const* rows, int count) const {
+        for (int i = 0; i < count; i++)
+            for (int64_t byte = 0; byte < dim * number_bytes(kv.format); byte += kLine) __builtin_prefetch(rows[i] + byte);
+    }
+};
+
 // Keys [offset, offset + run) of a block as float32: [dim, kKeys]. Codes are without their scale.
 template <int32_t format>
 static inline void load_keys(const KvLayer& kv, int64_t block, int head, int dim, int offset, int run, float* to) {
