@@ -112,6 +112,11 @@ struct Simd {
         return _mm512_add_epi32(total, _mm512_madd_epi16(codes, values));
 #endif
     }
+    static constexpr int kPairsUnrolled = 1;
+    static inline void add_pairs(__m512i& total, __m512i codes, __m512i values) {
+        total = dot_pairs(total, codes, values);
+        asm volatile("" : "+v"(total));
+    }
     static inline Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
     static inline Float multiply(Float x, Float y) { return _mm512_mul_ps(x, y); }
     static inline Float multiply_add(Float x, Float y, Float z) { return _mm512_fmadd_ps(x, y, z); }
@@ -250,6 +255,16 @@ struct Simd {
         return _mm256_dpwssd_avx_epi32(total, codes, values);
 #else
         return _mm256_add_epi32(total, _mm256_madd_epi16(codes, values));
+#endif
+    }
+    static constexpr int kPairsUnrolled = 4;
+    static inline void add_pairs(__m256i& total, __m256i codes, __m256i values) {
+#if defined(__AVXVNNI__)
+        total = dot_pairs(total, codes, values);
+        asm volatile("" : "+v"(total));
+#else  // written out: a compiler copies most of the totals
+        __m256i product;
+        asm volatile("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(total), "=&x"(product) : "x"(values), "x"(codes));
 #endif
     }
     static inline Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }

@@ -99,15 +99,13 @@ static inline void strip_dots(const WideGroup<kVectors>& weights, const StripGro
     for (int t = 0; t < n; t++)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) dots[t][v] = Simd::set_dots(0);
+#pragma GCC unroll Simd::kPairsUnrolled
     for (int pair = first; pair < last; pair++) {
 #pragma GCC unroll 12
         for (int t = 0; t < n; t++) {
             const Simd::Dots values = Simd::set_dots(x.pairs[pair][t]);
 #pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
-                dots[t][v] = Simd::dot_pairs(dots[t][v], weights.pairs[pair][v], values);
-                asm volatile("" : "+v"(dots[t][v]));
-            }
+            for (int v = 0; v < kVectors; v++) Simd::add_pairs(dots[t][v], weights.pairs[pair][v], values);
         }
     }
 }
