@@ -170,12 +170,10 @@ class Loop:
         try:
             limit = self._limit
             launched = len(self._in_flight) <= limit and self._launch_next()
-            if self._unsampled:
-                self._sample_if_alone()
+            self._sample_if_alone()
             if self._in_flight and (not launched or len(self._in_flight) > limit):
                 absorbed = self._absorb_oldest()
-                if self._unsampled:
-                    self._sample_if_alone()
+                self._sample_if_alone()
             assert not self._unsampled, "a step with masked rows is not sampled"
         except StepLost as lost:
             self._forget_steps()
@@ -226,7 +224,7 @@ class Loop:
 
     def _sample_if_alone(self) -> None:
         """Sample a step with masked rows, if all steps before it are absorbed."""
-        if len(self._in_flight) > 1:
+        if not self._unsampled or len(self._in_flight) > 1:
             return
         try:
             self._run("masks", self._sample_masked)
