@@ -159,7 +159,7 @@ class EngineConfig:
         "--max-model-len", None, 2, 2**24 - 1,
         "Longest prompt plus completion, e.g. 32k. auto: what model and memory allow.", unit="tokens",
     )  # fmt: skip
-    block_size: int = _integer("--block-size", 16, 1, 256, "Tokens in a KV block.")
+    block_size: int | None = _integer("--block-size", None, 1, 256, "Tokens in a KV block. Default: 16; on a CPU 32.")
     kv_cache_memory: int | None = _integer("--kv-cache-memory", None, 1, 2**60, "Bytes for the KV cache, e.g. 2GiB.",
                                            unit="bytes")  # fmt: skip
     gpu_memory_utilization: float | None = _number(
@@ -256,7 +256,7 @@ class SettingsDict(TypedDict, total=False):
     attention_backend: str
     batch_invariant: bool
     max_model_len: int | str | None
-    block_size: int
+    block_size: int | None
     kv_cache_memory: int | str | None
     gpu_memory_utilization: float | None
     max_num_seqs: int | None

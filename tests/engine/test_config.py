@@ -49,10 +49,11 @@ def test_all_settings_are_derived_with_their_reasons():
     numbers = resolved()
     assert numbers.max_model_len == 1000 and numbers.reasons["max_model_len"] == "the model"
     assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (64, 512, 0)
-    assert numbers.block_size == 16
-    assert numbers.kv_bytes == 64 * 1008 * PER_TOKEN  # no more than all rows could use, in whole blocks
+    assert (numbers.block_size, resolved(GPU).block_size) == (32, 16)
+    assert numbers.kv_bytes == 64 * 1024 * PER_TOKEN  # no more than all rows could use, in whole blocks
     assert set(numbers.reasons) == {
-        "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead", "regime",
+        "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "block_size", "run_ahead",
+        "regime",
     }  # fmt: skip
     gpu = resolved(GPU)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (512, 8192, 1)
@@ -100,7 +101,7 @@ def test_the_names_of_settings_are_those_of_the_scheduler():
 
 
 def test_unheld_prefixes_fill_an_eighth_of_the_memory_of_a_cpu_at_first():
-    block = 16 * PER_TOKEN
+    block = 32 * PER_TOKEN
     assert resolved(kv_cache_memory=2**30).resident_limit == (2**27) // block
     assert resolved(kv_cache_memory=2**28).resident_limit == (2**26) // block
     small = resolved(kv_cache_memory=2**20)
@@ -109,7 +110,7 @@ def test_unheld_prefixes_fill_an_eighth_of_the_memory_of_a_cpu_at_first():
 
 
 def test_host_kv_memory_is_in_whole_blocks():
-    block = 16 * PER_TOKEN
+    block = 32 * PER_TOKEN
     assert resolved().num_host_blocks == resolved(GPU).num_host_blocks == 0
     assert resolved(host_kv_memory=3 * block + 5).num_host_blocks == 3
     error = refusal(host_kv_memory=block - 1)
@@ -163,8 +164,8 @@ def test_help_shows_every_setting():
 
     shown = inspect.signature(load).parameters
     assert list(shown) == ["model", *SettingsDict.__annotations__, "watch"]
-    assert shown["block_size"].default == 16 and shown["kv_cache_memory"].default is None
-    assert "\n    block_size: Tokens in a KV block.\n" in load.__doc__
+    assert shown["block_size"].default is None and shown["kv_cache_memory"].default is None
+    assert "\n    block_size: Tokens in a KV block. Default: 16; on a CPU 32.\n" in load.__doc__
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,8 @@ def test_every_hint_is_for_a_value_that_is_refused():
 
 
 def test_only_whole_blocks_count():
-    assert resolved(kv_cache_memory=33 * PER_TOKEN).num_blocks == 2
+    assert resolved(kv_cache_memory=65 * PER_TOKEN).num_blocks == 2
+    assert resolved(kv_cache_memory=33 * PER_TOKEN, block_size=16).num_blocks == 2
 
 
 def test_little_memory_shortens_the_context():
@@ -300,7 +302,7 @@ def test_dtypes_follow_the_machine():
         ("dtype", ["int8", None, 16]),
         ("attention_backend", ["xformers", "", None, 3]),
         ("max_model_len", [0, 1, -5, 2**24, 1.0, "1e3", True]),
-        ("block_size", [0, -1, 257, 1.0, "16", True, None]),
+        ("block_size", [0, -1, 257, 1.0, "16", True]),
         ("kv_cache_memory", [0, -1, 2**61, 1e9, "much", "1PB", "-1", ""]),
         ("gpu_memory_utilization", [0, -0.1, 1.01, float("nan"), "0.9", True]),
         ("kv_cache_dtype", ["fp8", "int4", "", None, 8]),

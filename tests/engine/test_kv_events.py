@@ -219,7 +219,9 @@ def test_an_engine_tells_what_its_cache_holds(tmp_path: Path, default_model_path
             held = tokens_held(replayed(replay, 0))
             if len(held) >= 6:
                 break
-        assert sorted(held.values()) == sorted(2 * [prompt[at : at + 16] for at in (0, 16, 32)])
+        assert sorted(held.values()) == sorted(
+            2 * [prompt[at : at + info.block_size] for at in range(0, len(prompt), info.block_size)]
+        )
         process.send(Query(0, "reset_prefix_cache"))
         until(received, QueryReply)
         while tokens_held(replayed(replay, 0)):

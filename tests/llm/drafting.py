@@ -89,8 +89,8 @@ def note_proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
 
 # Prompts in chunks, and a cache of 12 blocks, for two rows of five: preempted and swapped.
 CROWDED: dict[str, object] = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 128}
-CROWDED |= {"host_kv_memory": "1MiB", "overcommit": "optimistic"}
 NUM_BLOCKS, BLOCK_TOKENS = 12, 16
+CROWDED |= {"host_kv_memory": "1MiB", "overcommit": "optimistic", "block_size": BLOCK_TOKENS}
 
 
 def assert_drafts_are_those(

@@ -65,8 +65,8 @@ def test_the_same_memory_holds_more_tokens(
     phases: list[StartupPhase] = []
     config = EngineConfig(str(tiny_folder), dtype="float32", kv_cache_dtype=name, kv_cache_memory=1 << 20)
     built = build(config, StartupReporter(finished=phases.append))
-    num_tokens = (1 << 20) // int(2 * 2 * 2 * HEAD_DIM * bytes_per_number) // 16 * 16
-    assert built.resolved.num_blocks * 16 == num_tokens
+    num_tokens = (1 << 20) // int(2 * 2 * 2 * HEAD_DIM * bytes_per_number) // 32 * 32
+    assert built.resolved.num_blocks * 32 == num_tokens
     assert built.memory.kv == 1 << 20
     [reported] = [phase.detail for phase in phases if phase.name == "kv cache"]
     assert reported == f"0.00 GiB → {num_tokens:,} tokens in {described}"

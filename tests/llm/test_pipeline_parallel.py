@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 def staged(tiny_folder: Path) -> Iterator[LLM]:
     """A pool of 14 blocks in both stages, and as many on the host: rows are preempted, and prefixes swapped."""
     block_bytes = 2 * 1 * 2 * 16 * 16 * 4  # one layer of two
-    sizes = {"kv_cache_memory": 14 * block_bytes, "host_kv_memory": 14 * block_bytes}
+    sizes = {"block_size": 16, "kv_cache_memory": 14 * block_bytes, "host_kv_memory": 14 * block_bytes}
     with LLM(str(tiny_folder), pipeline_parallel_size=2, **sizes, **SETTINGS) as llm:
         yield llm
 

@@ -171,7 +171,8 @@ def test_jump_forward_on_the_device_takes_one_step_for_several_tokens(
 def test_outputs_are_the_same_beside_prompts_and_under_pressure(tiny_folder: Path) -> None:
     """Long prompts in chunks beside rows that draft, and a cache for two of five: preemption and swapping."""
     settings = {"dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 16, "max_model_len": 128}
-    settings |= {"kv_cache_memory": 12 * 16 * 2 * 2 * 2 * 16 * 4, "host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    settings |= {"kv_cache_memory": 12 * 16 * 2 * 2 * 2 * 16 * 4, "host_kv_memory": "1MiB"}
+    settings |= {"overcommit": "optimistic", "block_size": 16}
     prompts = [text * 2 for text in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=40)
     plain = LLM(str(tiny_folder), **settings).generate(prompts, params)
@@ -254,7 +255,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tiny_folder: Path) -> No
     """Drawn tokens, too: drafts are drawn with the random numbers of their positions. The second time, keys and values
     of the prompts are found in the prefix tree; a cache for two of five preempts and swaps."""
     settings = {"dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 128}
-    settings |= {"host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    settings |= {"host_kv_memory": "1MiB", "overcommit": "optimistic", "block_size": 16}
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
     plain = LLM(str(tiny_folder), kv_cache_memory=12 * block_bytes, **settings)
     name = f"draft:{tiny_folder}"
@@ -346,7 +347,7 @@ def test_a_model_that_drafts_for_itself_on_the_device_is_always_right(
     depth: int, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn. The second time, prompts are found in the prefix tree; a cache for few preempts and swaps."""
-    settings = {"max_model_len": 128, "host_kv_memory": "1MiB", "overcommit": "optimistic"}
+    settings = {"max_model_len": 128, "host_kv_memory": "1MiB", "overcommit": "optimistic", "block_size": 16}
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
     plain = on_device(tiny_folder, monkeypatch, kv_cache_memory=12 * block_bytes, **settings)
     name = f"draft:{tiny_folder}"

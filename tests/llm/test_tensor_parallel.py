@@ -31,7 +31,7 @@ def rank_pids(parent: int) -> list[int]:
 def two(tiny_folder: Path) -> Iterator[LLM]:
     """A pool of 14 blocks for both ranks, and as many on the host: rows are preempted, and prefixes swapped."""
     block_bytes = 2 * 2 * 1 * 16 * 16 * 4  # one key head of two
-    sizes = {"kv_cache_memory": 14 * block_bytes, "host_kv_memory": 14 * block_bytes}
+    sizes = {"block_size": 16, "kv_cache_memory": 14 * block_bytes, "host_kv_memory": 14 * block_bytes}
     with LLM(str(tiny_folder), tensor_parallel_size=2, **sizes, **SETTINGS) as llm:
         yield llm
 

@@ -19,7 +19,7 @@ from quire.dist.process_group import ProcessGroup
 from quire.engine.block_transport import LOCAL_TRANSPORT, BlockTransport
 from quire.engine.machine import inspect
 from quire.engine.prefix_transfer import EngineRole
-from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_dtype
+from quire.engine.resolved_config import GIB, ResolvedConfig, resolve_block_size, resolve_dtype
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import WeightUsage
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
@@ -51,9 +51,10 @@ def choose_kernels(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
 ) -> KernelChoice:
     """Before the weights are loaded: a requested attention backend that is not available fails early."""
+    block_size = resolve_block_size(config, device.type)
     windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
     rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
-    needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
+    needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, block_size, rules)
     quantization = None if config.quantization in ("auto", "none") else config.quantization
     choice = select_kernels(
         device.type,

@@ -14,6 +14,7 @@ from quire.core.speculative import MODEL_DRAFTERS, resolve_drafters
 GIB = 1 << 30
 _DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput counts, not the time between two tokens
 _DEFAULT_CPU_ROWS = 64
+_BLOCK_SIZE, _CPU_BLOCK_SIZE = 16, 32  # by default
 _CPU_LONGEST = 4  # sequences of full length that the KV cache of a CPU holds by default, within 1 and 4 GiB
 _CPU_RESIDENT_SHARE = 8  # part of the KV cache of a CPU that unheld prefixes fill before one that was evicted is missed
 _CPU_LEAST_RESIDENT = 64 << 20  # bytes, for the same
@@ -101,24 +102,25 @@ def resolve(
         share = _gpu_share(config, machine, workspace)
     else:
         share = min(machine.free_bytes // 4, max(GIB, min(_CPU_LONGEST * longest * kv_bytes_per_token, 4 * GIB)))
-    blocks_each = -(-longest // config.block_size)
-    most_useful = rows * blocks_each * config.block_size * kv_bytes_per_token
+    block_size = resolve_block_size(config, machine.device)
+    reasons["block_size"] = machine.device if config.block_size is None else "you"
+    blocks_each = -(-longest // block_size)
+    most_useful = rows * blocks_each * block_size * kv_bytes_per_token
     kv_bytes = _pick(
         reasons, "kv_cache_memory", config.kv_cache_memory, min(share, most_useful), "share of free memory"
     )
-    num_blocks = kv_bytes // (kv_bytes_per_token * config.block_size)
-    pool_tokens = num_blocks * config.block_size
-    length = _resolve_length(config, spec, pool_tokens, kv_bytes_per_token, reasons)
+    num_blocks = kv_bytes // (kv_bytes_per_token * block_size)
+    length = _resolve_length(config, spec, num_blocks, block_size, kv_bytes_per_token, reasons)
     return ResolvedConfig(
         max_model_len=length,
-        block_size=config.block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         kv_bytes=kv_bytes,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
         run_ahead=_pick(reasons, "run_ahead", config.run_ahead, run_ahead, machine.device),
         regime=_resolve_regime(config, reasons),
-        num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
+        num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * block_size),
         workspace_bytes=workspace,
         reasons=reasons,
         drafters=drafters,
@@ -192,6 +194,13 @@ def _resolve_host_blocks(config: EngineConfig, block_bytes: int) -> int:
     return config.host_kv_memory // block_bytes
 
 
+def resolve_block_size(config: EngineConfig, device: str) -> int:
+    """On a CPU a block is granted less often, and read with fewer look-ups; GPU kernels were tuned for 16."""
+    if config.block_size is not None:
+        return config.block_size
+    return _CPU_BLOCK_SIZE if device == "cpu" else _BLOCK_SIZE
+
+
 def check_length(config: EngineConfig, spec: ModelSpec) -> None:
     """Needs no machine: a model that is opened is checked before it is loaded."""
     requested = config.max_model_len
@@ -204,10 +213,16 @@ def check_length(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _resolve_length(
-    config: EngineConfig, spec: ModelSpec, pool_tokens: int, kv_bytes_per_token: int, reasons: dict[str, str]
+    config: EngineConfig,
+    spec: ModelSpec,
+    num_blocks: int,
+    block_size: int,
+    kv_bytes_per_token: int,
+    reasons: dict[str, str],
 ) -> int:
+    pool_tokens = num_blocks * block_size
     if pool_tokens < 2:
-        needed = 2 * kv_bytes_per_token * config.block_size
+        needed = 2 * kv_bytes_per_token * block_size
         raise ConfigError(
             f"The KV cache holds {pool_tokens} tokens, which is too few for any request; "
             f"{needed} bytes hold two blocks. Use a larger --kv-cache-memory.",
@@ -219,7 +234,7 @@ def _resolve_length(
         return min(spec.max_positions, pool_tokens + 1)
     check_length(config, spec)
     if requested > pool_tokens + 1:  # the last token is never computed
-        enough = -(-(requested - 1) // config.block_size) * config.block_size * kv_bytes_per_token
+        enough = -(-(requested - 1) // block_size) * block_size * kv_bytes_per_token
         raise ConfigError(
             f"max_model_len is {requested}, but the KV cache holds {pool_tokens} tokens. Use --max-model-len "
             f"{pool_tokens + 1} or less, or --kv-cache-memory {enough} or more.",

@@ -170,10 +170,12 @@ class Loop:
         try:
             limit = self._limit
             launched = len(self._in_flight) <= limit and self._launch_next()
-            self._sample_if_alone()
+            if self._unsampled:
+                self._sample_if_alone()
             if self._in_flight and (not launched or len(self._in_flight) > limit):
                 absorbed = self._absorb_oldest()
-                self._sample_if_alone()
+                if self._unsampled:
+                    self._sample_if_alone()
             assert not self._unsampled, "a step with masked rows is not sampled"
         except StepLost as lost:
             self._forget_steps()
@@ -198,12 +200,14 @@ class Loop:
     def _launch_next(self) -> bool:
         """Whether there was anything to plan."""
         now_s = self._clock()
-        plan = self._run("plan", self.scheduler.plan, now_s)
+        # Without spans, parts are called directly: each call counts where the weights have just emptied the caches.
+        plan = self.scheduler.plan(now_s) if self._span is None else self._run("plan", self.scheduler.plan, now_s)
         self._progress = (now_s, self.scheduler.expected_s)
         if plan is None:
             return False
         try:
-            self._in_flight.append(self._run("launch", self._runner.launch, plan))
+            launch = self._runner.launch
+            self._in_flight.append(launch(plan) if self._span is None else self._run("launch", launch, plan))
         except Exception as error:
             _fail_step(error)
         self._unsampled = plan.masked
@@ -211,12 +215,13 @@ class Loop:
 
     def _absorb_oldest(self) -> StepOutput:
         try:
-            result = self._run("wait", self._in_flight.popleft().wait)
+            wait = self._in_flight.popleft().wait
+            result = wait() if self._span is None else self._run("wait", wait)
         except Exception as error:
             _fail_step(error)
         now_s = self._clock()
         self._progress = (now_s, 0.0)
-        return self._run("absorb", self._absorb, result, now_s)
+        return self._absorb(result, now_s) if self._span is None else self._run("absorb", self._absorb, result, now_s)
 
     def _absorb(self, result: StepResult, now_s: float) -> StepOutput:
         self._num_blamed = 0
@@ -224,7 +229,7 @@ class Loop:
 
     def _sample_if_alone(self) -> None:
         """Sample a step with masked rows, if all steps before it are absorbed."""
-        if not self._unsampled or len(self._in_flight) > 1:
+        if len(self._in_flight) > 1:
             return
         try:
             self._run("masks", self._sample_masked)

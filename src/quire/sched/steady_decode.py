@@ -17,11 +17,11 @@ from quire.core.ids import IntArray
 from quire.core.request import Sequence
 from quire.core.step import NO_DRAFTS, Drafts, ForcedTokens, StepPlan, StepResult
 from quire.core.step_output import StepOutput
-from quire.sched.cost_model import CostTable, StepShape
+from quire.sched.cost_model import WINDOW, CostTable, StepShape
 from quire.sched.rows import NO_SEQUENCE
 from quire.sched.state import SchedulerState
 
-_MAX_STEPS = 16  # made at once: those of one block
+_MAX_STEPS = 32  # made at once: those of one block, or of two small ones
 _NEVER = -1  # in the place of a generation of rows
 _NO_IDS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
@@ -100,10 +100,10 @@ class SteadyDecode:
         self.note_deferred()
 
     def note_deferred(self) -> None:
-        """What steady steps have left to note: before anything reads it."""
+        """What steady steps have left to note: before anything reads it. They are alike: the latest are enough."""
         for _ in range(self._num_planned):
             self._state.late_steps.note(None)
-        for shape, seconds in self._measured:
+        for shape, seconds in self._measured[-WINDOW:]:
             self._cost.observe(shape, seconds)
         self._num_planned = 0
         self._measured.clear()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray
 from quire.kernels.cpu.native_library import (
+    NativeDecodeCall,
     NativeHeads,
     NativeLayer,
     NativeLibrary,
@@ -342,11 +343,11 @@ class NativeStack:
         rows = np.ascontiguousarray(rows, np.int32)
         step = NativeStep()
         self.captured_states(step, len(rows))
-        arguments = self.decode_arguments(step, tables, rows, columns, ends, kv)
-        self._kernels._call.quire_decode(*arguments, None, logits.data_ptr())
+        call = self.decode_call(step, tables, rows, columns, ends, kv)
+        self._kernels._call.quire_decode_logits(call, logits.data_ptr())
         return logits
 
-    def decode_arguments(
+    def decode_call(
         self,
         step: NativeStep,
         tables: DecoderTables,
@@ -354,17 +355,17 @@ class NativeStack:
         columns: RowColumns,
         ends: EndColumns,
         kv: Tensor,
-    ) -> tuple[object, ...]:
-        """All arguments of `quire_decode` but its outputs. The caller keeps the rows and the tensors."""
+    ) -> NativeDecodeCall:
+        """The caller keeps the rows and the tensors."""
         if self._tables is None:
             self._tables = _native_tables(tables)
         _set_store(step, kv)
-        return (
+        return NativeDecodeCall(
             self._kernels.workspace,
-            ctypes.byref(self._model),
-            ctypes.byref(self._tables),
-            ctypes.byref(_native_columns(columns, ends)),
-            ctypes.byref(step),
+            ctypes.pointer(self._model),
+            ctypes.pointer(self._tables),
+            ctypes.pointer(_native_columns(columns, ends)),
+            ctypes.pointer(step),
             rows.ctypes.data,
             len(rows),
         )
@@ -374,7 +375,7 @@ class NativeGreedyStep:
     """A step of greedy rows with its arguments prepared: in a step of one row, each look-up of a pointer counts, since
     the weights have just emptied the caches."""
 
-    __slots__ = ("_all_go_on", "_arguments", "_decode", "_inputs", "_kept", "_outcome", "_states", "_tokens", "_verify")
+    __slots__ = ("_address", "_call", "_decode", "_kept", "_outcome", "_tokens", "_verify")
 
     def __init__(
         self,
@@ -388,16 +389,14 @@ class NativeGreedyStep:
         rows, step = np.ascontiguousarray(rows, np.int32), NativeStep()
         self._kept = (stack, tables, rows, columns, ends, kv, stack.captured_states(step, len(rows)))
         self._outcome: NDArray[np.int64] = np.empty((5, len(rows)), dtype=np.int64)
-        self._tokens = self._outcome[0].view(np.int32)[::2]  # the low halves: copied in half the time of a conversion
-        self._states = self._outcome[1:].data
-        self._all_go_on = np.repeat(np.array([1, 1, 0, 0], dtype=np.int64), len(rows)).tobytes()  # alive, finite
-        self._decode, self._verify = stack._kernels._call.quire_decode, stack._kernels._call.quire_verify
-        self._inputs = stack.decode_arguments(step, tables, rows, columns, ends, kv)
-        self._arguments = (*self._inputs, self._outcome.ctypes.data, None)
+        self._tokens: IntArray = np.empty(len(rows), dtype=np.int32)
+        self._decode, self._verify = stack._kernels._call.quire_decode_greedy, stack._kernels._call.quire_verify
+        self._call = stack.decode_call(step, tables, rows, columns, ends, kv)
+        self._call.outcome, self._call.tokens = self._outcome.ctypes.data, self._tokens.ctypes.data
+        self._address = ctypes.addressof(self._call)
 
     def __call__(self) -> IntArray | None:
-        self._decode(*self._arguments)
-        return self._tokens.copy() if self._states.tobytes() == self._all_go_on else None
+        return self._tokens.copy() if self._decode(self._address) else None
 
     @property
     def outcome(self) -> NDArray[np.int64]:
@@ -409,7 +408,7 @@ class NativeGreedyStep:
         outcome: NDArray[np.int64] = np.empty((5, len(counts) + len(tokens)), dtype=np.int64)
         advances: IntArray = np.empty(len(counts), dtype=np.int32)
         outputs = (outcome.ctypes.data, advances.ctypes.data)
-        self._verify(*self._inputs, counts.ctypes.data, tokens.ctypes.data, *outputs)
+        self._verify(self._call, counts.ctypes.data, tokens.ctypes.data, *outputs)
         return DraftOutcome(outcome, advances)
 
 

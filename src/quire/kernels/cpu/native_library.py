@@ -233,6 +233,22 @@ class NativeTables(Structure):
     )
 
 
+class NativeDecodeCall(Structure):
+    """A step of rows that decode. outcome, tokens: only of steps that are greedy and without drafts."""
+
+    _fields_ = (
+        ("workspace", c_void_p),
+        ("model", POINTER(NativeModel)),
+        ("tables", POINTER(NativeTables)),
+        ("columns", POINTER(NativeRowColumns)),
+        ("step", POINTER(NativeStep)),
+        ("rows", c_void_p),
+        ("count", c_int64),
+        ("outcome", c_void_p),
+        ("tokens", c_void_p),
+    )
+
+
 class NativeSamplingColumns(Structure):
     """The columns of `SamplingTable`."""
 
@@ -274,20 +290,9 @@ _FUNCTIONS = {
     "quire_norm": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)),
     "quire_gate": (None, (c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p)),
     "quire_forward": (None, (c_void_p, POINTER(NativeModel), POINTER(NativeStep), c_void_p, c_void_p)),
-    "quire_decode": (
-        None,
-        (
-            *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
-            *(c_void_p, c_int32, c_void_p, c_void_p),
-        ),
-    ),
-    "quire_verify": (
-        None,
-        (
-            *(c_void_p, POINTER(NativeModel), POINTER(NativeTables), POINTER(NativeRowColumns), POINTER(NativeStep)),
-            *(c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
-        ),
-    ),
+    "quire_decode_greedy": (c_int32, (c_void_p,)),  # the address of a NativeDecodeCall, for speed
+    "quire_decode_logits": (None, (POINTER(NativeDecodeCall), c_void_p)),
+    "quire_verify": (None, (POINTER(NativeDecodeCall), c_void_p, c_void_p, c_void_p, c_void_p)),
     "quire_draw": (
         None,
         (

@@ -72,23 +72,44 @@ EXPORT void quire_forward(void* workspace, const Model* model, const Step* step,
     w.timed([&] { Forward(w, *model, *step, w.all.scratch.matrix_unit).run(residual, out); });
 }
 
-// A step of rows that decode. step: place and strides of the KV store. Either outcome, [5, count], or logits, [count, vocab].
-EXPORT void quire_decode(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
-                         const int32_t* rows, int32_t count, int64_t* outcome, float* logits) {
-    auto& w = *static_cast<Workspace*>(workspace);
-    w.timed([&] {
-        DecodeStep decode(w, *model, *tables, *columns);
-        if (outcome) decode.run_greedy(rows, count, *step, outcome);
-        else decode.run_logits(rows, count, *step, logits);
-    });
+// A step of rows that decode, which may be taken again. outcome, tokens: only of steps that are greedy and without drafts.
+struct DecodeCall {
+    Workspace* workspace;
+    const Model* model;
+    const Tables* tables;
+    const RowColumns* columns;
+    const Step* step;     // place and strides of the KV store
+    const int32_t* rows;  // [count]
+    int64_t count;
+    int64_t* outcome;  // [5, count]
+    int32_t* tokens;   // [count]
+
+    template <class Body>
+    void run(const Body& body) const {
+        workspace->timed([&] {
+            DecodeStep decode(*workspace, *model, *tables, *columns);
+            body(decode);
+        });
+    }
+};
+
+// Greedy rows. Whether each has a token and goes on: then `tokens` says all.
+EXPORT int32_t quire_decode_greedy(const DecodeCall* call) {
+    bool all_go_on = false;
+    call->run([&](DecodeStep& decode) { all_go_on = decode.run_greedy(call->rows, (int)call->count, *call->step, call->outcome, call->tokens); });
+    return all_go_on;
+}
+
+// logits: [count, vocab].
+EXPORT void quire_decode_logits(const DecodeCall* call, float* logits) {
+    call->run([&](DecodeStep& decode) { decode.run_logits(call->rows, (int)call->count, *call->step, logits); });
 }
 
 // Greedy rows with drafts. outcome: [5, count + drafts]; advances: [count].
-EXPORT void quire_verify(void* workspace, const Model* model, const Tables* tables, const RowColumns* columns, const Step* step,
-                         const int32_t* rows, int32_t count, const int32_t* draft_counts, const int64_t* draft_tokens, int64_t* outcome,
-                         int32_t* advances) {
-    auto& w = *static_cast<Workspace*>(workspace);
-    w.timed([&] { DecodeStep(w, *model, *tables, *columns).verify_greedy(rows, count, {draft_counts, draft_tokens}, *step, outcome, advances); });
+EXPORT void quire_verify(const DecodeCall* call, const int32_t* draft_counts, const int64_t* draft_tokens, int64_t* outcome, int32_t* advances) {
+    call->run([&](DecodeStep& decode) {
+        decode.verify_greedy(call->rows, (int)call->count, {draft_counts, draft_tokens}, *call->step, outcome, advances);
+    });
 }
 
 // A token for each row. logits, weights: [count, vocab]; highest, rows, positions, tokens: [count].

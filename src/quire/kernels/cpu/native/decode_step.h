@@ -70,11 +70,14 @@ public:
         : w_(workspace), model_(model), tables_(tables), columns_(columns) {}
 
     // rows: [count]; step: the place and the strides of the KV store; the rest is filled here. Rows get their likeliest
-    // token. outcome: [5, count]: token, alive before, finite, stop, length.
-    void run_greedy(const int32_t* rows, int count, const Step& step, int64_t* outcome) {
+    // token. outcome: [5, count]: token, alive before, finite, stop, length. tokens: [count]. Whether all have one and go on.
+    bool run_greedy(const int32_t* rows, int count, const Step& step, int64_t* outcome, int32_t* tokens) {
         std::fill(outcome, outcome + 5 * (int64_t)count, 0);
         const std::vector<Likeliest> likeliest = likeliest_of(run(rows, count, nullptr, step));
-        for (size_t i = 0; i < places_.size(); i++) finish(rows[places_[i]], likeliest[i], outcome + places_[i], count);
+        bool all_go_on = (int)places_.size() == count;
+        for (size_t i = 0; i < places_.size(); i++) all_go_on &= finish(rows[places_[i]], likeliest[i], outcome + places_[i], count);
+        std::copy(outcome, outcome + count, tokens);
+        return all_go_on;
     }
 
     // The same of rows with drafts: a row gets tokens as long as they are those drafted. outcome: [5, count + drafts], of
@@ -180,7 +183,8 @@ private:
         if (tables_.softcap > 0.0f)
             for (int v = 0; v < tables_.vocab; v++) logits[v] = tables_.softcap * std::tanh(logits[v] / tables_.softcap);
     }
-    void finish(int64_t row, const Likeliest& likeliest, int64_t* outcome, int stride) {
+    // Whether the row goes on.
+    bool finish(int64_t row, const Likeliest& likeliest, int64_t* outcome, int stride) {
         const bool finite = likeliest.logit - likeliest.logit == 0.0f;
         const int64_t token = finite ? likeliest.token : 0;
         const int64_t* ends = columns_.end_ids + row * columns_.num_end_ids;
@@ -193,6 +197,7 @@ private:
         columns_.alive[row] = finite && !stop && !full;
         const int64_t values[5] = {token, 1, finite, stop, full && !stop};
         for (int k = 0; k < 5; k++) outcome[(int64_t)k * stride] = values[k];
+        return columns_.alive[row];
     }
 
     Workspace& w_;
