@@ -185,6 +185,15 @@ def test_chat_renders_the_models_template(llm):
     assert open_ended.prompt_token_ids == byte_ids("u:hi|")
 
 
+@pytest.mark.parametrize("length", [2, 20, 33])
+def test_a_context_may_be_shorter_than_a_block(tiny_folder, length):
+    with LLM(str(tiny_folder), dtype="float32", max_model_len=length) as llm:
+        (output,) = llm.generate(
+            {"prompt_token_ids": [5]}, SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
+        )
+        assert len(output.outputs[0].token_ids) == length - 1
+
+
 def test_by_default_chat_may_use_the_rest_of_the_context(tiny_folder):
     llm = LLM(str(tiny_folder), dtype="float32", max_model_len=64)
     messages = [{"role": "user", "content": "hi"}]

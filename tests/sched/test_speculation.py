@@ -410,6 +410,62 @@ def test_a_choice_that_is_held_is_what_would_be_chosen_anew(seed: int) -> None:
     assert num_held > 60
 
 
+class InArrays(DraftGovernor):
+    """What holds for many rows, for one too."""
+
+    __slots__ = ()
+
+    def _choose_alone(self, step, rows, limits, shape, budget):
+        return self._choose_of_many(step, rows, limits, shape, budget, np.zeros(len(rows), dtype=np.int64))
+
+    def _note_alone(self, result, drafting):
+        return self._note_many(result, drafting)
+
+
+CPU = Constants(1e-3, 1e-2, 6e-3, 1e-6, 0.0)  # a draft costs a third of a step
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_row_alone_is_judged_as_one_of_many(seed: int) -> None:
+    """Rows of five tokens, one after the other, so that hits are by chance or, of some, always."""
+    draw = np.random.default_rng(seed)
+    policy = SpeculationPolicy(max_drafts=11, hindsight=seed % 2 == 0 or seed > 4, after_hits=seed in (0, 2, 5))
+    costs = [CostTable((CHEAP, DEAR, CPU, GPU)[seed % 4]) for _ in range(2)]
+    alone, many = DraftGovernor(policy, costs[0], 2), InArrays(policy, costs[1], 2)
+    each, rows = (alone, many), np.array([1], dtype=np.int32)
+    num_drafted, num_settled = 0, 0
+    for step in range(480):
+        if step % 60 == 0:
+            repeats = draw.random() < 0.6
+            for made in each:
+                made.start(Row(1), step)
+                made.read_text(Row(1), np.arange(5, dtype=np.int32), np.array([], dtype=np.int32))
+        shape = StepShape(1, 32 * (1 + step // 50))
+        limits, budget = np.array([draw.choice([11, 11, 5, 0])]), int(draw.choice([100, 100, 4]))
+        chosen = [made.choose(step, rows.astype(np.intp), limits, shape, budget).tolist() for made in each]
+        assert chosen[0] == chosen[1], (step, chosen)
+        drafted = np.array(chosen[0], dtype=np.int32)
+        accepted = np.minimum(draw.geometric(0.2 if repeats else 0.7, 1) - 1, drafted).astype(np.int32)
+        tokens = [(step + at) % 5 if repeats else int(draw.integers(5)) for at in range(1 + accepted.item())]
+        result = StepResult(
+            step, np.repeat(rows, len(tokens)), np.array(tokens, np.int32), passes=tuple(range(1, len(tokens)))
+        )
+        drafting = rows if drafted.item() else rows[:0]
+        told = []
+        for made, cost in zip(each, costs, strict=True):
+            with_drafts = shape.with_drafts(drafted.item())
+            cost.observe(with_drafts, 1.2 * cost._roofline_s(with_drafts))
+            made.note(rows, drafted, accepted)
+            told.append(made.note_tokens(result, drafting))
+        assert told[1] or not told[0], "rows may draft that had to wait"
+        if told[1] and not told[0]:
+            num_settled += 1
+            assert many.choose(step + 1, rows.astype(np.intp), np.array([11]), shape, 100).tolist() == [0]
+        num_drafted += drafted.item()
+    assert num_drafted > 50 or seed % 4 == 1
+    assert num_settled > 0 or seed not in (2, 5)
+
+
 def test_no_row_drafts_while_the_governor_is_quiet() -> None:
     """What `quiet_until` says holds: up to there nothing is planned, and a row that waits for a try is not kept."""
     made, rows = governor(CHEAP)

@@ -236,7 +236,7 @@ def test_the_ranks_of_both_engines_have_what_was_copied(tmp_path: Path, num_rank
             num_heads = max(2, num_ranks)
             assert [each.failure for each in split.ends] == [None] * 3
             token_bytes = 2 * 2 * num_heads * 16 * 4  # keys and values of two layers
-            assert [each.num_bytes // token_bytes for each in split.ends] == [288, 128, 112]
+            assert [each.num_bytes // token_bytes for each in split.ends] == [288, 128, 96]
             await split.engine.query("reset_prefix_cache")
             is_ready, split.split.is_ready = split.split.is_ready, lambda rank: False
             assert [await split.answer(split.submit(prompt)) for prompt in prompts] == copied

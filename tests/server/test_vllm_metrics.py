@@ -102,7 +102,7 @@ def test_sizes_and_parameters_of_requests_are_counted(samples: dict[str, list[Sa
 def test_the_size_of_the_cache_is_a_label(samples: dict[str, list[Sample]]) -> None:
     [config] = samples["vllm:cache_config_info"]
     blocks = sum(each.value for each in samples["quire_kv_blocks"] if each.labels["state"] != "host")
-    assert config.value == 1 and int(config.labels["block_size"]) == 16
+    assert config.value == 1 and int(config.labels["block_size"]) == 32
     assert int(config.labels["num_gpu_blocks"]) == blocks
 
 

@@ -18,6 +18,7 @@ from quire.runner.kv_store import KvStores
 # Blocks per copy and number of rounds when the transfer time is measured.
 _MEASURED_BLOCKS = 8
 _MEASURED_ROUNDS = 5
+_POSITIONS = 2  # of padding: a context may be shorter than a block
 _TIMED_CHUNK = 32  # tokens: enough that a step waits for arithmetic, not for memory
 
 
@@ -46,17 +47,17 @@ def _run_padding(model: Model, stores: KvStores, *lengths: int, samples: bool) -
     """A step with a chunk of each length, in the null block."""
     kv, counts = stores.device, torch.tensor(lengths)
     device = kv.device
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths]) % stores.block_size
+    places = torch.cat([torch.arange(length, device=device) for length in lengths]) % stores.block_size
     width = max(2, -(-max(lengths) // stores.block_size))
     layout = StepLayout(
-        positions=positions,
-        slots=positions + NULL_BLOCK * stores.block_size,
+        positions=places % _POSITIONS,
+        slots=places + NULL_BLOCK * stores.block_size,
         tables=torch.full((len(lengths), width), NULL_BLOCK, dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
         context_lengths=counts.int().to(device),
         max_lengths=counts.repeat_interleave(counts).to(device),
     )
-    hidden = model.forward(torch.zeros(len(positions), dtype=torch.int64, device=device), layout, kv)
+    hidden = model.forward(torch.zeros(len(places), dtype=torch.int64, device=device), layout, kv)
     if samples:
         model.logits(hidden[-len(lengths) :])
 

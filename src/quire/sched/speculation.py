@@ -38,6 +38,7 @@ _PROBE_SHARE = 0.01  # of the time that probes may take
 _PROBE_COST = 0.05  # of a step, at least, that its first drafts take
 _MAX_PROBE_CREDIT = 0.1  # of a step
 _FEW_TRIED = 8.0  # drafts of a draft model, until which one row tries them for all
+_CONTEXT_STEP = 32  # tokens by which the context of a row alone grows between two forecasts of its steps
 _MAX_HELD = 16  # steps for which a choice holds at most: the costs of steps change with time
 
 
@@ -95,6 +96,54 @@ class _Choice(NamedTuple):
         return same and enough and (smaller or np.array_equal(limits, self.limits))
 
 
+class _Forecast:
+    """What a step of one row takes with each number of drafts, until the cost table or the context changes: then the
+    drafts of a row alone are chosen without an array."""
+
+    __slots__ = ("_cost", "_key", "_seconds", "_shape")
+
+    def __init__(self, cost: CostTable, most: int) -> None:
+        self._cost = cost
+        self._key: tuple[int, StepShape] | None = None
+        self._shape = StepShape()
+        self._seconds: list[float | None] = [None] * (most + 1)
+
+    @property
+    def known(self) -> bool:
+        return self._key is not None
+
+    def update(self, shape: StepShape) -> None:
+        """`shape`: of the next step, without drafts."""
+        shape = shape._replace(num_context=shape.num_context // _CONTEXT_STEP * _CONTEXT_STEP)
+        key = (self._cost.version, shape)
+        if key != self._key:
+            self._key, self._shape = key, shape
+            self._seconds = [None] * len(self._seconds)
+
+    def predict_s(self, number: int) -> float:
+        seconds = self._seconds[number]
+        if seconds is None:
+            shape = self._shape.with_drafts(number) if number else self._shape
+            seconds = self._seconds[number] = self._cost.predict_s(shape)
+        return seconds
+
+    def may_gain(self, most: int) -> bool:
+        """Whether drafts that are always accepted would pay."""
+        least_rate = _MIN_GAIN / self.predict_s(0)
+        return any(1 + number > least_rate * self.predict_s(number) for number in (1, most))
+
+    def best_count(self, chance: float, most: int) -> int:
+        """As many drafts, each accepted with this chance, as give the most tokens per second."""
+        best_rate, best, expected, power = _MIN_GAIN / self.predict_s(0), 0, 1.0, 1.0
+        sizes = _TRIAL_SIZES[most]
+        for number in range(1, most + 1):
+            power *= chance
+            expected += power
+            if number in sizes and expected > best_rate * self.predict_s(number):
+                best_rate, best = expected / self.predict_s(number), number
+        return best
+
+
 class DraftGovernor:
     """The acceptance of every row's drafts, and what to plan for it. By row, in arrays."""
 
@@ -107,6 +156,7 @@ class DraftGovernor:
         "_first_step",
         "_forced_accepted",
         "_forced_tried",
+        "_forecast",
         "_hit",
         "_hits",
         "_policy",
@@ -133,6 +183,7 @@ class DraftGovernor:
         self._behind: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens a draft model lacked in that step
         self._since: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
+        self._forecast = _Forecast(cost, MAX_DRAFTS)
         self._hit: NDArray[np.bool_] = np.ones(max_rows, dtype=np.bool_)  # whether the last token was one
         # Rows of a result, those that draft from text, and which these are.
         self._watched: tuple[IntArray, IndexArray, NDArray[np.bool_] | None] | None = None
@@ -208,7 +259,21 @@ class DraftGovernor:
     ) -> NDArray[np.int64]:
         """Drafts of each row, up to its limit and together up to the budget. `shape`: of the step without drafts;
         `forced`: tokens that the row's grammar forces, which come before all other drafts."""
+        alone = len(rows) == shape.num_rows == 1 and not self._cost.constants.seconds_per_draft_pass
+        if alone and self._policy.governed and (forced is None or not forced.item()):
+            return self._choose_alone(step, rows, limits, shape, budget)
         forced = np.zeros(len(rows), dtype=np.int64) if forced is None else forced
+        return self._choose_of_many(step, rows, limits, shape, budget, forced)
+
+    def _choose_of_many(
+        self,
+        step: int,
+        rows: IndexArray,
+        limits: NDArray[np.int64],
+        shape: StepShape,
+        budget: int,
+        forced: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
         reads_text = self._reads_text[rows] & self._policy.text
         if self._policy.after_hits and self._policy.governed:
             reads_text &= self._hit[rows]
@@ -217,8 +282,7 @@ class DraftGovernor:
         limits = np.minimum(limits, self._policy.max_drafts).clip(min=0)
         if not self._policy.governed:
             return _within(limits, budget)
-        self._probe_credit = min(self._probe_credit + _PROBE_SHARE * (step - self._credited), _MAX_PROBE_CREDIT)
-        self._credited = step
+        self._add_credit(step)
         held = None if np.count_nonzero(forced) else self._choice
         if held is not None and held.holds(step, rows, limits, shape, budget):
             counts = held.counts.copy()
@@ -229,6 +293,55 @@ class DraftGovernor:
         self._probe_at[drafting] = step + self._probe_interval[drafting]
         self._behind[drafting], self._since[drafting] = 0, step
         return counts
+
+    def _choose_alone(
+        self, step: int, rows: IndexArray, limits: NDArray[np.int64], shape: StepShape, budget: int
+    ) -> NDArray[np.int64]:
+        """`choose` for a row that nothing is forced of, alone in the step."""
+        row, policy = Row(rows.item()), self._policy
+        reads_text = policy.text and self._reads_text.item(row) and (self._hit.item(row) or not policy.after_hits)
+        most = max(min(limits.item(), policy.max_drafts, budget), 0) if reads_text else 0
+        self._add_credit(step)
+        self._forecast.update(shape)
+        number, last_step = self._number_alone(step, row, most, shape) if most else (0, step + _MAX_HELD)
+        counts = np.array([number], dtype=np.int64)
+        self._choice = _Choice(rows, np.array([most]), shape, budget, counts, last_step)
+        if number:
+            self._probe_at[row] = step + self._probe_interval.item(row)
+            self._behind[row], self._since[row] = 0, step
+        return counts.copy()
+
+    def _number_alone(self, step: int, row: Row, most: int, shape: StepShape) -> tuple[int, int]:
+        """The drafts of a row alone, and the step up to which this holds."""
+        last_step = step + _MAX_HELD
+        if not self._forecast.may_gain(most):
+            return 0, last_step
+        chance = self._chance(row)
+        number = self._forecast.best_count(chance, most)
+        if number or chance <= self._least_tried:
+            return number, last_step
+        if self._probe_at.item(row) > step:
+            return 0, min(last_step, self._probe_at.item(row) - 1)
+        if not self._num_probes(np.zeros(1), 0, shape, most):
+            return 0, step
+        likely = sum(chance**drafts > _LIKELY for drafts in range(1, most + 1))
+        return max(likely, 1), step
+
+    def _chance(self, row: Row) -> float:
+        """That a draft from the text of this row is accepted."""
+        prior, shared = self._prior_weight.item(row), self._shared_accepted / self._shared_tried
+        chance: float = (self._accepted.item(row) + prior * shared) / (self._tried.item(row) + prior)
+        return chance
+
+    @property
+    def _least_tried(self) -> float:
+        """Rows with a chance above this try a draft now and then. With hindsight what a draft is worth is known: only
+        its cost is tried."""
+        return _LIKELY if self._policy.hindsight else 0.0
+
+    def _add_credit(self, step: int) -> None:
+        self._probe_credit = min(self._probe_credit + _PROBE_SHARE * (step - self._credited), _MAX_PROBE_CREDIT)
+        self._credited = step
 
     def _choose_anew(
         self,
@@ -250,8 +363,7 @@ class DraftGovernor:
         catch_up_s = self._catch_up_s(rows, step)
         if catch_up_s is not None and self._shared_tried - _UNKNOWN_TRIED < _FEW_TRIED:
             counts = _of_one_row(counts, forced > 0, catch_up_s)
-        least = _LIKELY if self._policy.hindsight else 0.0  # what a draft is worth is known: only its cost is tried
-        without = np.flatnonzero((counts == 0) & (gains[:, 0] > least))
+        without = np.flatnonzero((counts == 0) & (gains[:, 0] > self._least_tried))
         next_probe = int(self._probe_at[rows[without]].min(initial=last_step + 1))
         if next_probe > step:
             varies = catch_up_s is not None or np.count_nonzero(forced)
@@ -347,6 +459,12 @@ class DraftGovernor:
         draft now that rows had to wait for."""
         if self._hits is None or not self._policy.hindsight:
             return False
+        if len(result.rows) == 1 + len(result.passes):
+            return self._note_alone(result, drafting)
+        return self._note_many(result, drafting)
+
+    def _note_many(self, result: StepResult, drafting: IntArray) -> bool:
+        assert self._hits is not None
         after_hits, rows = self._policy.after_hits, result.rows
         if result.passes:
             rows = rows[: result.passes[0]]
@@ -364,6 +482,32 @@ class DraftGovernor:
         if np.count_nonzero(judged):
             self._judge(at[judged], right[judged])
         return after_hits and bool(np.count_nonzero(may_draft))
+
+    def _note_alone(self, result: StepResult, drafting: IntArray) -> bool:
+        """`note_tokens` of one row. Not after a hit behind which drafts would not pay: the next steps stay as they
+        are."""
+        row, policy, hits = Row(result.rows.item(0)), self._policy, self._hits
+        assert hits is not None
+        if self._first_step.item(row) < 0 or not self._reads_text.item(row):
+            return False
+        judged = (self._hit.item(row) or not policy.after_hits) and row not in drafting.tolist()
+        first, *others = result.tokens.tolist()
+        hit = right = hits.note_one(row, first)
+        for token in others:
+            hit = hits.note_one(row, token)
+        self._hit[row] = hit
+        if judged:
+            self._choice = None
+            self._accepted[row] = _DECAY * self._accepted.item(row) + right
+            self._tried[row] = _DECAY * self._tried.item(row) + 1
+            self._prior_weight[row] = _DECAY * self._prior_weight.item(row)
+            self._weigh_all(int(right), 1)
+        return policy.after_hits and hit and self._may_draft_alone(row, result.step + 1)
+
+    def _may_draft_alone(self, row: Row, step: int) -> bool:
+        chance = self._chance(row)
+        tries = self._probe_at.item(row) <= step and chance > self._least_tried
+        return tries or not self._forecast.known or self._forecast.best_count(chance, self._policy.max_drafts) > 0
 
     def _note_passes(self, result: StepResult) -> None:
         """What came behind accepted drafts."""
@@ -421,3 +565,6 @@ def _trial_sizes(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, … up to all."""
     sizes = {size for power in range(most.bit_length()) for size in (1 << power, 3 << power >> 1) if 0 < size <= most}
     return sorted(sizes | ({most} if most else set()))
+
+
+_TRIAL_SIZES = [frozenset(_trial_sizes(most)) for most in range(MAX_DRAFTS + 1)]

@@ -338,6 +338,11 @@ class JournaledHits(LookupHits):
         self._record(LookupHitsRecord(rows[hits].astype(np.int32)))
         return hits
 
+    def note_one(self, row: Row, token: int) -> bool:
+        hit = super().note_one(row, token)
+        self._record(LookupHitsRecord(np.array([row] if hit else [], dtype=np.int32)))
+        return hit
+
 
 class JournaledScheduler(Scheduler):
     """A scheduler whose every call is recorded. Close its journal at the end."""
