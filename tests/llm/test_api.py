@@ -189,7 +189,7 @@ def test_chat_renders_the_models_template(llm):
 def test_a_context_may_be_shorter_than_a_block(tiny_folder, length):
     with LLM(str(tiny_folder), dtype="float32", max_model_len=length) as llm:
         (output,) = llm.generate(
-            {"prompt_token_ids": [5]}, SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
+            {"prompt_token_ids": [5]}, SamplingParams(temperature=0, ignore_eos=True, max_tokens=length - 1)
         )
         assert len(output.outputs[0].token_ids) == length - 1
 

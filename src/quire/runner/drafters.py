@@ -169,6 +169,8 @@ class Drafted(NamedTuple):
 
     def in_order(self, rows: IntArray) -> tuple[IntArray, NDArray[np.int64]]:
         """The number of drafts of each of these rows, and all their drafts, one row after the other."""
+        if len(rows) == len(self.rows) == 1 and rows.item() == self.rows.item():
+            return self.counts.astype(np.int32), self.tokens.astype(np.int64)
         by_row = self.of_rows(Row(row) for row in rows.tolist())
         counts = np.array([len(by_row.get(row, _NOTHING)) for row in rows.tolist()], dtype=np.int32)
         return counts, np.concatenate([by_row[row] for row in rows.tolist() if row in by_row], dtype=np.int64)

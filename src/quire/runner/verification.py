@@ -98,6 +98,10 @@ def verified(drafts: Drafts, drafted: Drafted | None, result: StepResult) -> Ver
     """What became of a plan's drafts."""
     if drafted is None:
         return nothing_verified(drafts)
+    if len(drafts) == len(drafted.rows) == 1:
+        gained = max(np.count_nonzero(result.rows == drafts.rows) - 1, 0)
+        counts, sources = drafted.counts.astype(np.int32), drafted.final_sources
+        return Verified(drafts.rows, counts, np.array([gained], dtype=np.int32), sources)
     most = int(drafts.rows.max()) + 1
     num_drafted, num_gained = np.zeros(most, dtype=np.int32), np.zeros(most, dtype=np.int32)
     num_drafted[drafted.rows] = drafted.counts
@@ -117,16 +121,27 @@ class VerifiedTokens(NamedTuple):
 
 def greedy_result(step: int, rows: IntArray, counts: IntArray, drafted: DraftOutcome) -> VerifiedTokens:
     """The tokens of greedy rows, each with `counts[i]` drafts, pass by pass, as `sample_passes` samples them."""
+    if len(rows) == 1:
+        numbers = np.arange(drafted.advances.item())
+        row_of, outcome = np.repeat(rows, len(numbers)), drafted.outcome[:, : len(numbers)]
+    else:
+        row_of, numbers, outcome = _by_pass(rows, counts, drafted)
+    result = step_result(step, row_of, outcome)
+    emitted = numbers[(outcome[1] & outcome[2]).astype(np.bool_)]
+    passes = np.searchsorted(emitted, np.arange(1, emitted.max(initial=0) + 1))
+    return VerifiedTokens(result._replace(passes=tuple(passes.tolist())), emitted.astype(np.int32))
+
+
+def _by_pass(
+    rows: IntArray, counts: IntArray, drafted: DraftOutcome
+) -> tuple[IntArray, NDArray[np.int64], NDArray[np.int64]]:
+    """Of what was reached: rows, passes and outcome, pass by pass."""
     lines = counts + 1
     starts = lines.cumsum() - lines
     numbers = np.arange(drafted.outcome.shape[1]) - np.repeat(starts, lines)
     taken = np.flatnonzero(numbers < np.repeat(drafted.advances, lines))
     order = taken[np.argsort(numbers[taken], kind="stable")]
-    outcome = drafted.outcome[:, order]
-    result = step_result(step, np.repeat(rows, lines)[order], outcome)
-    emitted = numbers[order][(outcome[1] & outcome[2]).astype(np.bool_)]
-    passes = np.searchsorted(emitted, np.arange(1, emitted.max(initial=0) + 1))
-    return VerifiedTokens(result._replace(passes=tuple(passes.tolist())), emitted.astype(np.int32))
+    return np.repeat(rows, lines)[order], numbers[order], drafted.outcome[:, order]
 
 
 def nothing_verified(drafts: Drafts) -> Verified:

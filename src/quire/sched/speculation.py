@@ -96,7 +96,7 @@ class _Choice(NamedTuple):
         return same and enough and (smaller or np.array_equal(limits, self.limits))
 
 
-class _Forecast:
+class Forecast:
     """What a step of one row takes with each number of drafts, until the cost table or the context changes: then the
     drafts of a row alone are chosen without an array."""
 
@@ -183,7 +183,7 @@ class DraftGovernor:
         self._behind: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens a draft model lacked in that step
         self._since: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
-        self._forecast = _Forecast(cost, MAX_DRAFTS)
+        self._forecast = Forecast(cost, MAX_DRAFTS)
         self._hit: NDArray[np.bool_] = np.ones(max_rows, dtype=np.bool_)  # whether the last token was one
         # Rows of a result, those that draft from text, and which these are.
         self._watched: tuple[IntArray, IndexArray, NDArray[np.bool_] | None] | None = None
