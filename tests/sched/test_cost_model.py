@@ -54,6 +54,20 @@ def test_an_unmeasured_table_is_the_roofline() -> None:
     assert both == pytest.approx(10e-3 * 2**0.5), "reading and computing overlap in part"
 
 
+@pytest.mark.parametrize(
+    ("dearer", "measured", "predicted"), [(1.25, 3.0, 1.25), (2.0, 3.0, 2.0), (2.0, 1.5, 1.5), (2.0, 0.5, 0.8)]
+)
+def test_steps_with_drafts_differ_from_those_without_by_little(dearer, measured, predicted) -> None:
+    """A second a step without drafts, as predicted; with three drafts, `measured`."""
+    table = CostTable(Constants(0.0, 1.0, 0.0, 0.0, 0.0, drafts_dearer=dearer))
+    shape = StepShape(num_rows=1)
+    for _ in range(5):
+        table.observe(shape, 1.0)
+        table.observe(shape.with_drafts(3), measured)
+    assert table.predict_s(shape.with_drafts(3)) == pytest.approx(predicted)
+    assert table.predict_s(shape) == 1.0
+
+
 def test_a_draft_model_takes_a_pass_for_each_draft_of_a_row() -> None:
     """2 ms a pass, and 0.5 ms a row: 4 rows with 3 drafts each take 3 passes."""
     plain, drafting = (

@@ -59,7 +59,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_parallel import StageRunner
 from quire.runner.warmup import measure_transfer
 from quire.sched.batching import MAX_STEP_S
-from quire.sched.cost_model import CostTable
+from quire.sched.cost_model import DRAFTS_DIFFER, CostTable
 from quire.sched.pacing import usual_itl_s
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 # Keys and values that a draft reads again, as a share of the row's: 0.28 where the native kernels compute a greedy row
 # (at 4,096 keys), 1 for rows that are drawn. One number for both.
 _CPU_CONTEXT_PER_DRAFT = 0.4
+# Prompts are computed by strips of twelve tokens: those of two to six take up to twice as long for each.
+_CPU_DRAFTS_DEARER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +367,7 @@ def _costs(
     draft_times = None if draft is None else draft.times
     if draft is not None and draft_times is None and isinstance(runner, ModelRunner):
         draft_times = runner.draft_times()
-    read_bytes = num_weight_bytes(weights)
+    read_bytes, on_cpu = num_weight_bytes(weights), stores.device.device.type == "cpu"
     if weights.head is not weights.embedding:
         read_bytes -= weights.embedding.nbytes
     costs = first_costs(
@@ -374,7 +376,8 @@ def _costs(
         weight_bytes=read_bytes,
         kv_bytes_per_token=geometry.token_bytes,
         largest_chunk=resolved.max_num_batched_tokens,
-        context_per_draft=_CPU_CONTEXT_PER_DRAFT if stores.device.device.type == "cpu" else 0.0,
+        context_per_draft=_CPU_CONTEXT_PER_DRAFT if on_cpu else 0.0,
+        drafts_dearer=_CPU_DRAFTS_DEARER if on_cpu else DRAFTS_DIFFER,
         draft_times=draft_times,
     )
     if resolved.num_host_blocks:

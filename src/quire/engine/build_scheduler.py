@@ -20,7 +20,7 @@ from quire.engine.resolved_config import ResolvedConfig
 from quire.kernels.cpu.usable_cores import usable_cores
 from quire.kv.manager import count_blocks
 from quire.runner.graph_shapes import MAX_QUERIES, MAX_VERIFIED, prompt_sizes, rows_beside
-from quire.sched.cost_model import Constants, CostTable, roofline
+from quire.sched.cost_model import DRAFTS_DIFFER, Constants, CostTable, roofline
 from quire.sched.journal.recorder import MAX_JOURNAL_BYTES, JournaledScheduler
 from quire.sched.pacing import PER_DECODE, TTFT_PER_ITL
 from quire.sched.policy import REGIMES, CapturedSizes, Policy, SchedulerSpec
@@ -104,6 +104,7 @@ def first_costs(
     kv_bytes_per_token: int,
     largest_chunk: int,
     context_per_draft: float = 1.0,
+    drafts_dearer: float = DRAFTS_DIFFER,
     draft_times: "StepTimes | None" = None,
 ) -> CostTable:
     """The table an engine starts with. `num_parameters`: those used per token; `draft_times`: of a draft model."""
@@ -115,6 +116,7 @@ def first_costs(
             num_parameters=num_parameters,
             context_per_draft=context_per_draft,
         )
+        measured = replace(measured, drafts_dearer=drafts_dearer)
         if draft_times is not None:
             measured = replace(
                 measured,

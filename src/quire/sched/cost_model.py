@@ -13,7 +13,7 @@ from typing import NamedTuple
 WINDOW = 15  # measurements a median looks back on
 MIN_MEASUREMENTS = 3  # measurements before a median corrects anything: one outlier among them does no harm
 TOLERANCE = 0.05  # a correction stays until the median differs from it by this fraction
-MAX_DRAFTS_DIFFER = 1.25
+DRAFTS_DIFFER = 1.25  # at most, corrections of a step with drafts and of the same step without
 MAX_BUCKETS = 1024  # the one observed longest ago is forgotten first
 
 
@@ -64,6 +64,8 @@ class Constants:
     # Of a draft model, which proposes one draft of each row in a pass: reading its weights, and multiplying by them.
     seconds_per_draft_pass: float = 0.0
     seconds_per_draft_token: float = 0.0
+    # How much more than by this model, and by the correction of the same step without, a step with drafts may take.
+    drafts_dearer: float = DRAFTS_DIFFER
 
 
 # A small model on a small machine, until steps are measured: only the proportions matter.
@@ -129,12 +131,12 @@ class CostTable:
         """The roofline times the correction of its bucket; of its kind, where the bucket has none.
 
         Steps with drafts are measured at other times than those without, and compared with them: their correction
-        differs from that of the same step without drafts by a quarter at most.
+        differs from that of the same step without drafts by little.
         """
         correction = self._correction(shape)
         if shape.num_drafts:
             plain = self._correction(shape.with_drafts(0)) or 1.0
-            correction = min(max(correction or plain, plain / MAX_DRAFTS_DIFFER), plain * MAX_DRAFTS_DIFFER)
+            correction = min(max(correction or plain, plain / DRAFTS_DIFFER), plain * self.constants.drafts_dearer)
         return (correction or 1.0) * self._roofline_s(shape)
 
     def _correction(self, shape: StepShape) -> float | None:
