@@ -12,7 +12,7 @@ from quire.core.oracle import continuation
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason, StepResult
 from quire.sched.cost_model import Constants, CostTable, StepShape
-from quire.sched.speculation import DraftGovernor, Forecast, SpeculationPolicy
+from quire.sched.speculation import DraftGovernor, SingleRowCosts, SpeculationPolicy
 from quire.sched.state import Counters
 from quire.sim.runners import SimRow
 from tests.sched.inspection import state_of
@@ -466,20 +466,20 @@ def test_a_row_alone_is_judged_as_one_of_many(seed: int) -> None:
     assert num_settled > 0 or seed not in (2, 5)
 
 
-def test_the_forecast_of_a_row_alone_follows_its_context_and_what_is_measured() -> None:
+def test_the_costs_of_a_row_alone_follows_its_context_and_what_is_measured() -> None:
     cost = CostTable(Constants(0.0, 0.0, 1.0, 1.0, 0.0))
-    forecast = Forecast(cost, 4)
-    assert not forecast.known
-    forecast.update(StepShape(1, 40))
-    assert (forecast.predict_s(0), forecast.predict_s(2)) == (33.0, 99.0), "the context in steps of 32 tokens"
-    forecast.update(StepShape(1, 63))
-    assert forecast.predict_s(0) == 33.0
-    forecast.update(StepShape(1, 64))
-    assert forecast.predict_s(0) == 65.0
+    costs = SingleRowCosts(cost, 4)
+    assert not costs.known
+    costs.update(StepShape(1, 40))
+    assert (costs.predict_s(0), costs.predict_s(2)) == (33.0, 99.0), "the context in steps of 32 tokens"
+    costs.update(StepShape(1, 63))
+    assert costs.predict_s(0) == 33.0
+    costs.update(StepShape(1, 64))
+    assert costs.predict_s(0) == 65.0
     for _ in range(5):
         cost.observe(StepShape(1, 64), 130.0)
-    forecast.update(StepShape(1, 64))
-    assert forecast.predict_s(0) == 130.0
+    costs.update(StepShape(1, 64))
+    assert costs.predict_s(0) == 130.0
 
 
 def test_no_row_drafts_while_the_governor_is_quiet() -> None:

@@ -38,7 +38,7 @@ _PROBE_SHARE = 0.01  # of the time that probes may take
 _PROBE_COST = 0.05  # of a step, at least, that its first drafts take
 _MAX_PROBE_CREDIT = 0.1  # of a step
 _FEW_TRIED = 8.0  # drafts of a draft model, until which one row tries them for all
-_CONTEXT_STEP = 32  # tokens by which the context of a row alone grows between two forecasts of its steps
+_CONTEXT_STEP = 32  # tokens by which the context of a row alone grows between two predictions of its steps
 _MAX_HELD = 16  # steps for which a choice holds at most: the costs of steps change with time
 
 
@@ -96,7 +96,7 @@ class _Choice(NamedTuple):
         return same and enough and (smaller or np.array_equal(limits, self.limits))
 
 
-class Forecast:
+class SingleRowCosts:
     """What a step of one row takes with each number of drafts, until the cost table or the context changes: then the
     drafts of a row alone are chosen without an array."""
 
@@ -156,7 +156,6 @@ class DraftGovernor:
         "_first_step",
         "_forced_accepted",
         "_forced_tried",
-        "_forecast",
         "_hit",
         "_hits",
         "_policy",
@@ -168,6 +167,7 @@ class DraftGovernor:
         "_shared_accepted",
         "_shared_tried",
         "_since",
+        "_single_row",
         "_tried",
         "_watched",
     )
@@ -183,7 +183,7 @@ class DraftGovernor:
         self._behind: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens a draft model lacked in that step
         self._since: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._hits = LookupHits(max_rows) if policy.hindsight else None
-        self._forecast = Forecast(cost, MAX_DRAFTS)
+        self._single_row = SingleRowCosts(cost, MAX_DRAFTS)
         self._hit: NDArray[np.bool_] = np.ones(max_rows, dtype=np.bool_)  # whether the last token was one
         # Rows of a result, those that draft from text, and which these are.
         self._watched: tuple[IntArray, IndexArray, NDArray[np.bool_] | None] | None = None
@@ -302,7 +302,7 @@ class DraftGovernor:
         reads_text = policy.text and self._reads_text.item(row) and (self._hit.item(row) or not policy.after_hits)
         most = max(min(limits.item(), policy.max_drafts, budget), 0) if reads_text else 0
         self._add_credit(step)
-        self._forecast.update(shape)
+        self._single_row.update(shape)
         number, last_step = self._number_alone(step, row, most, shape) if most else (0, step + _MAX_HELD)
         counts = np.array([number], dtype=np.int64)
         self._choice = _Choice(rows, np.array([most]), shape, budget, counts, last_step)
@@ -314,10 +314,10 @@ class DraftGovernor:
     def _number_alone(self, step: int, row: Row, most: int, shape: StepShape) -> tuple[int, int]:
         """The drafts of a row alone, and the step up to which this holds."""
         last_step = step + _MAX_HELD
-        if not self._forecast.may_gain(most):
+        if not self._single_row.may_gain(most):
             return 0, last_step
         chance = self._chance(row)
-        number = self._forecast.best_count(chance, most)
+        number = self._single_row.best_count(chance, most)
         if number or chance <= self._least_tried:
             return number, last_step
         if self._probe_at.item(row) > step:
@@ -507,7 +507,7 @@ class DraftGovernor:
     def _may_draft_alone(self, row: Row, step: int) -> bool:
         chance = self._chance(row)
         tries = self._probe_at.item(row) <= step and chance > self._least_tried
-        return tries or not self._forecast.known or self._forecast.best_count(chance, self._policy.max_drafts) > 0
+        return tries or not self._single_row.known or self._single_row.best_count(chance, self._policy.max_drafts) > 0
 
     def _note_passes(self, result: StepResult) -> None:
         """What came behind accepted drafts."""
