@@ -466,6 +466,19 @@ def test_a_row_alone_is_judged_as_one_of_many(seed: int) -> None:
     assert num_settled > 0 or seed not in (2, 5)
 
 
+def test_two_rows_of_which_none_has_a_second_token_are_not_one_row_with_two() -> None:
+    """The second token of one was not finite: its pass is empty."""
+    policy = SpeculationPolicy(max_drafts=4, hindsight=True)
+    made = [each(policy, CostTable(CHEAP), 2) for each in (DraftGovernor, InArrays)]
+    rows, tokens = np.array([0, 1], dtype=np.int32), np.array([7, 7], dtype=np.int32)
+    for each in made:
+        each.start(Row(0), 0)
+        each.start(Row(1), 0)
+        each.note_tokens(StepResult(1, rows, tokens, passes=(2,)), rows[:0])
+        each.note_tokens(StepResult(2, rows[1:], tokens[1:]), rows[:0])
+    assert made[0]._tried.tolist() == pytest.approx(made[1]._tried.tolist()) and made[0]._tried[0] > 0
+
+
 def test_the_costs_of_a_row_alone_follows_its_context_and_what_is_measured() -> None:
     cost = CostTable(Constants(0.0, 0.0, 1.0, 1.0, 0.0))
     costs = SingleRowCosts(cost, 4)

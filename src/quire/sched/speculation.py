@@ -459,7 +459,7 @@ class DraftGovernor:
         draft now that rows had to wait for."""
         if self._hits is None or not self._policy.hindsight:
             return False
-        if len(result.rows) == 1 + len(result.passes):
+        if (result.passes[0] if result.passes else len(result.rows)) == 1:
             return self._note_alone(result, drafting)
         return self._note_many(result, drafting)
 
