@@ -2,15 +2,18 @@
 
 from math import isclose
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.sched.cost_model import Constants, CostTable, StepShape
 from quire.sched.pacing import (
+    DELAY_S,
     EFFICIENT,
     LATE_SHARE,
     LOAD_STRETCH,
+    LONG_STRETCH,
     MIN_PREFILL_TOKENS,
     QUEUE_EFFICIENT,
     UTILIZATION,
@@ -23,12 +26,13 @@ from quire.sched.pacing import (
     Targets,
     choose_pace,
     largest_next_chunk,
+    long_limit_s,
 )
 
 # An 8B model on an H200: 4 ms for the weights, 21 µs a token.
 H200 = Constants(3e-4, 3.9e-3, 2.1e-5, 3.2e-8, 8e-10)
 ROWS = StepShape(num_rows=16, num_context=16_000)
-TARGETS = Targets(itl_s=0.012, ttft_s=0.036, limit_s=0.072, queue_limit_s=0.1)
+TARGETS = Targets(itl_s=0.012, ttft_s=0.036, limit_s=0.072, queue_limit_s=0.1, long_limit_s=0.05)
 SIZES = (16, 48, 112, 240, 368, 496, 752, 1008, 1520, 2032, 4080)
 MOST = 8192
 
@@ -81,11 +85,22 @@ def test_a_queue_makes_steps_longer_by_the_root_of_its_time() -> None:
     assert rates[longest] >= QUEUE_EFFICIENT * max(rates.values()), "each prompt of the queue waits for what is lost"
 
 
-def test_a_long_prompt_that_nothing_waits_for_has_longer_steps_but_not_the_longest() -> None:
-    found = pace(Demand(longest=60_000))
-    assert found.bound is StepBound.LONG_PROMPT and found.late
-    assert TARGETS.itl_s < seconds(found.num_tokens) <= LOAD_STRETCH * TARGETS.itl_s
-    assert pace(Demand(longest=300)).bound is StepBound.ITL
+def test_a_late_step_holds_all_that_prompts_lack_or_as_much_as_its_limit_allows() -> None:
+    found = pace(Demand(long=1900))
+    assert found == Pace(2032, StepBound.LONG_PROMPT), "the smallest that holds it, and not the efficient size"
+    found = pace(Demand(long=60_000))
+    following = SIZES[SIZES.index(found.num_tokens) + 1]
+    assert seconds(found.num_tokens) <= TARGETS.long_limit_s < seconds(following)
+    assert pace(Demand(long=300)).bound is StepBound.ITL
+
+
+def test_a_late_step_is_longer_beside_few_rows() -> None:
+    limits_s = [long_limit_s(0.012, 0.012, rows) for rows in (1, 4, 8, 16, 28, 64)]
+    assert limits_s[0] == LONG_STRETCH * 0.012 and limits_s == sorted(limits_s, reverse=True)
+    for rows, limit_s in zip((8, 16), limits_s[2:4], strict=True):
+        assert rows * (limit_s - 0.012) == pytest.approx(DELAY_S), "what it delays all rows together"
+    assert limits_s[-2:] == [pytest.approx(LOAD_STRETCH * 0.012)] * 2
+    assert long_limit_s(0.2, 0.012, 4) == 0.2, "no longer than the longest, or than others are anyway"
 
 
 def test_without_decoding_rows_a_step_has_the_efficient_size() -> None:
@@ -101,20 +116,20 @@ def test_without_a_ttft_target_the_itl_target_is_kept() -> None:
 @given(
     rate=st.floats(0, 1e6),
     backlog=st.integers(0, 10**6),
-    longest=st.integers(0, 10**5),
+    long=st.integers(0, 10**5),
     rows=st.integers(1, 300),
     start=st.integers(0, 60_000),
     most=st.integers(0, 8192),
     captured=st.booleans(),
 )
 def test_demand_only_makes_steps_larger_within_the_limit(
-    rate: float, backlog: int, longest: int, rows: int, start: int, most: int, captured: bool
+    rate: float, backlog: int, long: int, rows: int, start: int, most: int, captured: bool
 ) -> None:
     table, step = CostTable(H200), StepShape(rows, rows * 1000)
     sizes = SIZES if captured else ()
     calm = choose_pace(table, step, start, most, sizes, TARGETS, Demand())
-    found = choose_pace(table, step, start, most, sizes, TARGETS, Demand(rate, backlog, longest))
-    more = choose_pace(table, step, start, most, sizes, TARGETS, Demand(2 * rate, 2 * backlog, 2 * longest))
+    found = choose_pace(table, step, start, most, sizes, TARGETS, Demand(rate, backlog, long))
+    more = choose_pace(table, step, start, most, sizes, TARGETS, Demand(2 * rate, 2 * backlog, 2 * long))
     assert calm.num_tokens <= found.num_tokens <= more.num_tokens <= most
     assert calm.num_tokens >= min(most, MIN_PREFILL_TOKENS)
     if found.num_tokens > calm.num_tokens:
@@ -145,15 +160,30 @@ def test_the_first_arrivals_are_no_burst_and_a_clock_that_jumps_back_does_no_har
 
 
 def test_few_steps_are_late_for_long_prompts() -> None:
-    late, steps = LateSteps(), 100_000
-    slow, num_late = Pace(1000, StepBound.LONG_PROMPT, late=True), 0
+    late, steps, num_late = LateSteps(), 100_000, 0
     for _ in range(steps):
         num_late += late.allowed
-        late.note(slow if late.allowed else None)
-    assert num_late == pytest.approx(LATE_SHARE * steps, rel=0.01)
-    for _ in range(50):
-        late.note(slow._replace(bound=StepBound.BACKLOG))
+        late.note(5.0 if late.allowed else 0.0)
+    assert num_late == pytest.approx(LATE_SHARE * steps, rel=0.03)
+    assert late.usual < 1.1, "they do not count as usual"
+    for _ in range(8):
+        late.note(20.0)
     assert not late.allowed
-    for _ in range(round(5 / LATE_SHARE)):
-        late.note(None)
+    for _ in range(round(3 / LATE_SHARE)):
+        late.note()
     assert not late.allowed, "what a queue took is paid back first"
+
+
+@pytest.mark.parametrize("share", [0.005, 0.05, 0.5])
+def test_steps_as_long_as_usual_are_not_late(share: float) -> None:
+    """Steps of twice the target, for the load: they are late while they are 1 % of all or fewer."""
+    generator, late = np.random.default_rng(7), LateSteps()
+    for longer in generator.random(40_000) < share:
+        late.note(2.0 if longer else 0.5)
+    assert (late.usual > 1.7) == (share > 0.01)
+    if share > 0.01:
+        credit = 0
+        for longer in generator.random(10_000) < share:
+            credit += late.allowed
+            late.note(8.0 if late.allowed else 2.0 if longer else 0.5)
+        assert credit == pytest.approx(LATE_SHARE / 2 * 10_000, rel=0.25), "half as many where steps take twice as long"

@@ -21,6 +21,7 @@ from quire.sched.pacing import (
     Targets,
     choose_pace,
     largest_next_chunk,
+    long_limit_s,
 )
 from quire.sched.pipelining import MicroBatches
 from quire.sched.plan_builder import PlanBuilder, output_of
@@ -195,8 +196,6 @@ class StepBatcher:
         """Tokens for prompts: the remaining budget, or fewer if the step is limited in time or has time targets."""
         state, policy = self._state, self._state.policy
         if not (state.prefilling or state.waiting) or not policy.regime.chunked:
-            if builder.num_decoding:
-                state.late_steps.note(None)
             return builder.budget
         if policy.max_step_s is not None:
             builder.budget = self._limited_in_time(builder, policy.max_step_s)
@@ -208,12 +207,12 @@ class StepBatcher:
         limit_s, queue_limit_s = (
             max(stretch * policy.itl_target_s, MANY_STRETCH * itl_s) for stretch in (MAX_STRETCH, QUEUE_STRETCH)
         )
-        targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s)
+        builder.itl_s = itl_s
+        long_s = long_limit_s(state.late_steps.usual * itl_s, itl_s, builder.num_decoding)
+        targets = Targets(itl_s, policy.ttft_target_s, limit_s, queue_limit_s, long_s)
         builder.pace = choose_pace(
             self._cost, shape, start, builder.budget, sizes, targets, self._demand(builder.now_s)
         )
-        if builder.num_decoding:
-            state.late_steps.note(builder.pace)
         return builder.pace.num_tokens
 
     def _limited_in_time(self, builder: PlanBuilder, max_step_s: float) -> int:
@@ -229,9 +228,9 @@ class StepBatcher:
         tokens_per_s, num_prompts = state.load.tokens_per_s(now_s), len(state.prefilling) + len(state.waiting)
         remaining = [sequence.num_tokens - sequence.num_planned for sequence in state.prefilling]
         waiting = int(state.load.missed_share * state.waiting.num_tokens)
-        longest = max(remaining, default=waiting if num_prompts == 1 else 0)
-        backlog = sum(remaining) + waiting - longest if num_prompts > 1 else 0
-        return Demand(tokens_per_s, backlog, longest if state.late_steps.allowed else 0)
+        total = sum(remaining) + waiting
+        backlog = total - max(remaining, default=0) if num_prompts > 1 else 0
+        return Demand(tokens_per_s, backlog, total if state.late_steps.allowed else 0)
 
     def schedule_chunk(self, sequence: Sequence, builder: PlanBuilder, *, decoding: bool = False) -> None:
         """Plan known tokens within the budget. With the last of them the row starts to decode, or to finish if pooled.

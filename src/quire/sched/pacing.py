@@ -4,9 +4,11 @@ A step with a chunk of c tokens takes T(c) by the cost table, so it carries c / 
 steps carry more, up to the efficient size, and delay decoding rows. A step is the smallest that
 (i) is no smaller than the inter-token latency (ITL) target allows,
 (ii) keeps the utilization, offered tokens per second by carried ones, below a bound, and
-(iii) computes what prompts wait for within the time-to-first-token (TTFT) target.
+(iii) computes what prompts wait for within the time-to-first-token (TTFT) target, and
+(iv) in the few steps that may be late, holds all that prompts lack.
 If no size does, or no row decodes, it is the efficient size. The time of a step has limits, by factors of the ITL
-target: a low one for the load, a high one for a queue, which grows with the root of the time that the queue takes.
+target: a low one for the load, a high one for a queue, which grows with the root of the time that the queue takes,
+and for a late step one that falls with the number of rows that it delays.
 
 A pure function of the cost table and of arrivals and plans with their times: a replay makes the same choices.
 """
@@ -30,16 +32,21 @@ TTFT_PER_ITL = 3.0  # TTFT, of what waits, by the ITL target
 # Chosen on some windows of traces, reported on others: docs/performance/ledger, section 52.
 UTILIZATION = 0.3  # of (ii), within LOAD_STRETCH: a queue goes with 1 / (1 - utilization)
 HIGH_UTILIZATION = 0.5  # of (ii), within MAX_STRETCH
-LOAD_STRETCH = 2.2  # longest step for the load, or for a long prompt that nothing waits for, by the ITL target
+LOAD_STRETCH = 2.2  # longest step for the load, by the ITL target, and beside many rows for long prompts
 MAX_STRETCH = 6.0  # longest step that has a high utilization, by the ITL target of few rows
 MANY_STRETCH = 5.0  # or by that of many
 QUEUE_STRETCH = 8.4  # longest step for a queue of several seconds, by the ITL target of few rows
 EFFICIENT = 0.98  # of the most tokens per second: the smallest size that reaches it is the efficient one
 QUEUE_EFFICIENT = 0.995  # the same for a queue: each prompt in it waits for what a smaller size loses
-LATE = 1.15  # a step is late if it takes this factor times the ITL target
-LATE_SHARE = 0.008  # of the steps with decoding rows may be late for a long prompt: the ITL target is a 99th percentile
+LONG_STRETCH = 8.4  # longest step for long prompts, by the ITL target,
+DELAY_S = 0.4  # and what it may delay all rows together
+LATE = 1.15  # a step is late if it takes this factor times the usual longest
+LATE_SHARE = 0.008  # of the steps with decoding rows may be late for long prompts: the ITL target is a 99th percentile
 _MAX_CREDIT = 8.0  # such steps saved up
+_USUAL_SHARE = 0.99  # of the steps are no longer than the usual longest
+_USUAL_RATE = 0.05  # how much of its logarithm a step changes, at most
 WINDOW_S = 20.0  # time constant of the offered load
+_LONGER, _SHORTER = exp(_USUAL_RATE * _USUAL_SHARE), exp(_USUAL_RATE * (_USUAL_SHARE - 1.0))
 _MIN_WINDOW_S = 1.0  # of the first estimate
 _CACHED_DECAY = 0.97  # per admission, of the share of prompt tokens found in the cache: the latest thirty or so count
 
@@ -55,7 +62,7 @@ class StepBound(Enum):
     ITL = "itl"
     LOAD = "load"
     BACKLOG = "backlog"
-    LONG_PROMPT = "long_prompt"  # one that nothing waits for, as long as few steps are late
+    LONG_PROMPT = "long_prompt"  # long prompts, as long as few steps are late
     SATURATED = "saturated"  # the load, and more of it than a step of this size carries
     EFFICIENT = "efficient"  # the efficient size, because no row decodes
     MAX_STEP = "max_step"  # the token budget, or the limit of step times
@@ -106,7 +113,7 @@ class Demand(NamedTuple):
 
     tokens_per_s: float = 0.0  # that arrive
     backlog: int = 0  # tokens that other prompts wait for
-    longest: int = 0  # tokens left of the longest prompt that is being computed; 0: it must not delay rows
+    long: int = 0  # all tokens that prompts lack, if a step may be late for them; else 0
 
 
 class Targets(NamedTuple):
@@ -116,6 +123,7 @@ class Targets(NamedTuple):
     ttft_s: float | None
     limit_s: float  # of the load
     queue_limit_s: float  # however much waits
+    long_limit_s: float  # for long prompts, in the few steps that may be late
 
 
 class Pace(NamedTuple):
@@ -123,25 +131,27 @@ class Pace(NamedTuple):
 
     num_tokens: int
     bound: StepBound
-    late: bool = False  # takes much longer than the ITL target
 
 
 class LateSteps:
-    """How many steps may be late for the sake of a long prompt that nothing waits for."""
+    """How many steps may be late for the sake of long prompts: much longer than the ITL target, and than 99 in a
+    hundred of the latest steps with decoding rows. Times are multiples of the ITL target of their step."""
 
-    __slots__ = ("_credit",)
+    __slots__ = ("_credit", "usual")
 
     def __init__(self) -> None:
         self._credit = 0.0
+        self.usual = 1.0  # the 99th percentile of the latest steps, or the target if that is more
 
     @property
     def allowed(self) -> bool:
         return self._credit >= 1.0
 
-    def note(self, pace: Pace | None) -> None:
-        """A step with decoding rows; None: without prompts."""
-        late = pace is not None and pace.late
-        self._credit = min(max(self._credit + LATE_SHARE - late, -_MAX_CREDIT), _MAX_CREDIT)
+    def note(self, step: float = 0.0) -> None:
+        """A step with decoding rows, by its predicted time; 0: without prompts."""
+        late = step > LATE * self.usual
+        self._credit = min(max(self._credit + LATE_SHARE / self.usual - late, -_MAX_CREDIT), _MAX_CREDIT)
+        self.usual = max(self.usual * (_LONGER if step > self.usual else _SHORTER), 1.0)
 
 
 class _Sizes(NamedTuple):
@@ -162,6 +172,17 @@ class _Sizes(NamedTuple):
         places = (place for place in range(last) if self.lengths[place] >= tokens_per_s * self.seconds[place])
         return next(places, last)
 
+    def holding(self, num_tokens: int, limit_s: float) -> int:
+        """The place of the smallest that holds this many; the largest within a limit of time if none does."""
+        last = max(sum(1 for seconds in self.seconds if seconds <= limit_s) - 1, 0)
+        return next((place for place in range(last) if self.lengths[place] >= num_tokens), last)
+
+
+def long_limit_s(usual_s: float, itl_s: float, num_rows: int) -> float:
+    """The longest step for long prompts beside this many rows: beyond the usual longest by what they may lose."""
+    more_s = max(DELAY_S / max(num_rows, 1), (LOAD_STRETCH - 1.0) * itl_s)
+    return min(usual_s + more_s, max(LONG_STRETCH * itl_s, usual_s))
+
 
 def choose_pace(
     table: CostTable, step: StepShape, start: int, most: int, sizes: Many[int], targets: Targets, demand: Demand
@@ -170,7 +191,7 @@ def choose_pace(
 
     `sizes`: captured sizes; without any, every length.
     """
-    itl_s, ttft_s, limit_s, queue_limit_s = targets
+    itl_s, ttft_s, limit_s, queue_limit_s, long_limit_s = targets
     if step.num_rows == 0:
         found = _timed(table, step, start, _ladder(sizes, 0, most), limit_s)
         length = found.lengths[found.efficient(limit_s)]
@@ -180,23 +201,23 @@ def choose_pace(
         return Pace(allowed, StepBound.ITL if allowed < most else StepBound.MAX_STEP)
     allowed = max(allowed, min(most, MIN_PREFILL_TOKENS))
     token_s = table.predict_s(step.with_chunk(start, allowed)) / allowed
-    needed_s = token_s * max(demand.backlog, demand.longest)
+    needed_s = token_s * max(demand.backlog, demand.long)
     if demand.tokens_per_s * token_s <= UTILIZATION and needed_s <= ttft_s:
         return Pace(allowed, StepBound.ITL)
-    found = _timed(table, step, start, [allowed, *_ladder(sizes, allowed, most)], queue_limit_s)
+    found = _timed(table, step, start, [allowed, *_ladder(sizes, allowed, most)], max(queue_limit_s, long_limit_s))
     return _enough(found, most, targets, ttft_s, demand, token_s * demand.backlog)
 
 
 def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: Demand, queue_s: float) -> Pace:
-    """The smallest size for load, backlog and longest prompt. `queue_s`: what the backlog takes at the ITL target."""
+    """The smallest size for load, backlog and long prompts. `queue_s`: what the backlog takes at the ITL target."""
     itl_s = targets.itl_s
     best, short = found.efficient(targets.limit_s), found.efficient(LOAD_STRETCH * itl_s)
     rate = demand.tokens_per_s
     by_load = max(found.carrying(rate / UTILIZATION, short), found.carrying(rate / HIGH_UTILIZATION, best))
     queued = found.efficient(min(itl_s * sqrt(max(queue_s / ttft_s, 1.0)), targets.queue_limit_s), QUEUE_EFFICIENT)
     by_backlog = found.carrying(demand.backlog / ttft_s, queued)
-    by_longest = found.carrying(demand.longest / ttft_s, short)
-    place = max(by_load, by_backlog, by_longest)
+    by_length = found.holding(demand.long, targets.long_limit_s)
+    place = max(by_load, by_backlog, by_length)
     length, seconds = found.lengths[place], found.seconds[place]
     if place == 0:
         bound = StepBound.ITL
@@ -206,7 +227,7 @@ def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: D
         bound = StepBound.LOAD if length >= rate * seconds else StepBound.SATURATED
     else:
         bound = StepBound.BACKLOG if place == by_backlog else StepBound.LONG_PROMPT
-    return Pace(length, bound, late=seconds > LATE * itl_s)
+    return Pace(length, bound)
 
 
 def _timed(table: CostTable, step: StepShape, start: int, lengths: Many[int], limit_s: float) -> _Sizes:

@@ -35,6 +35,7 @@ class PlanBuilder:
         "chunks",
         "drafts",
         "forced",
+        "itl_s",
         "kept_budget",
         "least_long",
         "long_prefills",
@@ -59,6 +60,7 @@ class PlanBuilder:
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
         self.pace: Pace | None = None  # of the prompts, where there are time targets
+        self.itl_s = 0.0  # the target of this step
         self.starts: list[RowStart] = []
         self.appends: list[AppendTokens] = []
         self.chunks: list[Chunk] = []

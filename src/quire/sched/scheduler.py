@@ -342,6 +342,8 @@ class Scheduler:
         moves = self.kv.take_moves()
         shape = self._batcher.shape(builder)
         expected_s = self._cost.predict_s(shape)
+        if builder.num_decoding:
+            state.late_steps.note(0.0 if builder.pace is None else expected_s / builder.itl_s)
         self._in_flight.append(
             StepInFlight(builder.step, shape, expected_s, chunks, bool(moves), builder.drafts, builder.forced)
         )

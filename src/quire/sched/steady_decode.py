@@ -102,7 +102,7 @@ class SteadyDecode:
     def note_deferred(self) -> None:
         """What steady steps have left to note: before anything reads it. They are alike: the latest are enough."""
         for _ in range(self._num_planned):
-            self._state.late_steps.note(None)
+            self._state.late_steps.note()
         for shape, seconds in self._measured[-WINDOW:]:
             self._cost.observe(shape, seconds)
         self._num_planned = 0
