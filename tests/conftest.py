@@ -1,5 +1,6 @@
 """What all tests share: the default model, few threads, and random tests that are the same every time."""
 
+import functools
 import gc
 import importlib
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -127,12 +129,34 @@ def shallow_default(shallow_model_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return shallow_model_path
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _frozen_heap() -> None:
     """The modules and items of all tests are frozen: with them, each full garbage collection takes a second. The others
-    come as seldom as in a server."""
-    if gc.get_freeze_count() == 0:  # the first module, or one after a test that unfroze the heap
-        freeze_heap()
+    come as seldom as in a server. Once: even to count what is frozen takes 0.1 s. Who unfreezes it freezes it again."""
+    freeze_heap()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _certificates_read_once() -> Iterator[None]:
+    """Each client of httpx reads the certificates of all authorities, 40 ms that no server of a test needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("httpx._transports.default", "httpx2._transports.default"):
+            if module in sys.modules:
+                create = sys.modules[module].create_ssl_context
+                patch.setattr(sys.modules[module], "create_ssl_context", _usual_context_once(create))
+        yield
+
+
+def _usual_context_once(create: Callable[..., Any]) -> Callable[..., Any]:
+    """What httpx makes for a client without certificates of its own is the same for all of them."""
+    usual = functools.cache(create)
+
+    def context(verify: object = True, cert: object = None, trust_env: bool = True) -> Any:
+        if verify is True and cert is None and trust_env:
+            return usual()
+        return create(verify=verify, cert=cert, trust_env=trust_env)
+
+    return context
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -148,10 +172,14 @@ def _quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_torch_threads() -> Iterator[None]:
-    """A module that uses torch has imported it by now; the others do not pay for it."""
+    """A module that uses torch has imported it by now; the others do not pay for it. Engines that are built in this
+    process give none of its memory back: the tests that follow would read it again."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if "torch" in sys.modules:
             importlib.import_module("torch").set_num_threads(TORCH_THREADS)
+        if "quire.engine.first_steps" in sys.modules:
+            monkeypatch.setattr("quire.engine.first_steps.release_libraries", lambda: 0)
+            monkeypatch.setattr("quire.engine.first_steps.trim_heap", lambda: None)
         if "quire.kernels.select" in sys.modules:
             cores = importlib.import_module("quire.kernels.cpu.usable_cores").UsableCores(TORCH_THREADS, "a test")
             monkeypatch.setattr("quire.kernels.select.usable_cores", lambda: cores)

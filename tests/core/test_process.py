@@ -2,11 +2,20 @@
 
 import gc
 import sys
+from collections.abc import Iterator
 from threading import Event, Thread
 from weakref import finalize
 
+import pytest
+
 from quire.core.process import gc_frozen_imports, gc_postponed, gc_undisturbed
 from tests import children
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_again() -> Iterator[None]:
+    yield
+    gc.freeze()
 
 
 def test_imports_run_without_collections_and_are_frozen() -> None:

@@ -166,7 +166,6 @@ def test_a_stream_garbage_collected_during_a_step_affects_no_other(tiny_folder, 
             output = llm.generate("abc", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
             assert output.token_ids == expected
     finally:
-        gc.unfreeze()
         gc.enable()
     drain(llm)
 
@@ -203,7 +202,6 @@ def test_a_stream_that_its_reader_has_left_is_let_go(llm, monkeypatch):
         assert llm.built.engine.scheduler.num_running == 1
         assert len(list(kept)) == 400
     finally:
-        gc.unfreeze()
         gc.enable()
     drain(llm)
 
