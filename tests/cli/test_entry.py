@@ -1,5 +1,6 @@
 """Ctrl-C while a command is imported ends it without a traceback. What shells complete."""
 
+import json
 import os
 import re
 import signal
@@ -115,13 +116,15 @@ def test_windows_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsy
         getattr(quire, "LLM")  # noqa: B009  # as `from quire import LLM` does
 
 
-def completed(line: str, **environment: str) -> list[str]:
-    """What bash is offered at the end of a line, which it cuts at spaces, colons and equals signs."""
+def asked_by_bash(line: str) -> dict[str, str]:
+    """What bash asks for at the end of a line, which it cuts at spaces, colons and equals signs."""
     words = re.findall(r"[:=]|[^\s:=]+", line) + [""] * line.endswith(" ")
-    asked = {"_QUIRE_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    ended = children.run(
-        [QUIRE], env={**os.environ, **asked, **environment}, capture_output=True, text=True, check=True
-    )
+    return {"_QUIRE_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+
+
+def completed(line: str) -> list[str]:
+    """What a shell is offered, by a process as it starts one."""
+    ended = children.run([QUIRE], env={**os.environ, **asked_by_bash(line)}, capture_output=True, text=True, check=True)
     assert ended.stderr == ""
     return ended.stdout.split()
 
@@ -130,6 +133,39 @@ def test_shells_complete_commands_and_options() -> None:
     assert completed("quire chat --ur") == ["plain,--url"]
     assert completed("quire models x") == [] == completed("quire run smollm2 ")
     assert completed("quire batch ") == ["file,"] == completed("quire batch -o ")
+
+
+# Of each environment what `quire` prints, in a child of one process that has imported it.
+COMPLETING = """
+import json, os, sys
+from quire.cli.main import main
+sys.argv = ["quire"]
+for asked in json.load(sys.stdin):
+    if (child := os.fork()) == 0:
+        os.environ.update(asked)
+        main()
+    os.waitpid(child, 0)
+    print("end", flush=True)
+"""
+MODELS = {
+    "quire serve ": "smollm2-135m-instruct smollm2 mine theirs org/gguf:x-Q4_K_M.gguf org/whole models/",
+    "quire show smo": "smollm2-135m-instruct smollm2",
+    "quire run th": "theirs",
+    "quire chat org/g": "org/gguf:x-Q4_K_M.gguf",
+    "quire chat org/gguf:x": "x-Q4_K_M.gguf",
+    "quire serve mod": "models/a.gguf models/b.gguf models/folder",
+    "quire serve models/a": "models/a.gguf",
+    "quire rm ": "mine theirs org/gguf:x-Q4_K_M.gguf org/whole",
+    "quire bench throughput --model mi": "mine",
+    "quire serve --speculative ngr": "ngram ngram+tree",
+    "quire serve --speculative ngram+draft:": "smollm2-135m-instruct smollm2 mine theirs org/gguf:x-Q4_K_M.gguf "
+    "org/whole models/",
+    "quire serve --speculative draft:mi": "mine",
+    "quire serve --speculative=draft:models/b": "models/b.gguf",
+    "quire serve --speculative dra": "draft:smollm2-135m-instruct draft:smollm2 draft:mine draft:theirs "
+    "draft:org/gguf:x-Q4_K_M.gguf draft:org/whole draft:models/",
+    "quire serve nothing": "",
+}
 
 
 @pytest.fixture
@@ -144,35 +180,21 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("quire serve ", "smollm2-135m-instruct smollm2 mine theirs org/gguf:x-Q4_K_M.gguf org/whole models/"),
-        ("quire show smo", "smollm2-135m-instruct smollm2"),
-        ("quire run th", "theirs"),
-        ("quire chat org/g", "org/gguf:x-Q4_K_M.gguf"),
-        ("quire chat org/gguf:x", "x-Q4_K_M.gguf"),
-        ("quire serve mod", "models/a.gguf models/b.gguf models/folder"),
-        ("quire serve models/a", "models/a.gguf"),
-        ("quire rm ", "mine theirs org/gguf:x-Q4_K_M.gguf org/whole"),
-        ("quire bench throughput --model mi", "mine"),
-        ("quire serve --speculative ngr", "ngram ngram+tree"),
-        ("quire serve --speculative ngram+draft:", "smollm2-135m-instruct smollm2 mine theirs org/gguf:x-Q4_K_M.gguf "
-         "org/whole models/"),
-        ("quire serve --speculative draft:mi", "mine"),
-        ("quire serve --speculative=draft:models/b", "models/b.gguf"),
-        ("quire serve --speculative dra", "draft:smollm2-135m-instruct draft:smollm2 draft:mine draft:theirs "
-         "draft:org/gguf:x-Q4_K_M.gguf draft:org/whole draft:models/"),
-        ("quire serve nothing", ""),
-    ],
-)  # fmt: skip
-def test_shells_complete_models(models: Path, monkeypatch: pytest.MonkeyPatch, line: str, offered: str) -> None:
+def test_shells_complete_models(models: Path) -> None:
     (models / "hub").rename(models.parent / f"{models.name}-hub")
     (models / "cache").rename(models.parent / f"{models.name}-cache")
-    monkeypatch.chdir(models)
     beside = f"{models.parent}/{models.name}"
-    found = completed(line, XDG_CACHE_HOME=f"{beside}-cache", HF_HUB_CACHE=f"{beside}-hub")
-    assert found == [f"plain,{word}" for word in offered.split()]
+    places = {"XDG_CACHE_HOME": f"{beside}-cache", "HF_HUB_CACHE": f"{beside}-hub"}
+    ended = children.run(
+        [sys.executable, "-c", COMPLETING],
+        input=json.dumps([asked_by_bash(line) for line in MODELS]),
+        env={**os.environ, **places}, cwd=models, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    found = dict(zip(MODELS, ended.stdout.split("end\n"), strict=False))
+    assert {line: printed.split() for line, printed in found.items()} == {
+        line: [f"plain,{word}" for word in offered.split()] for line, offered in MODELS.items()
+    }
 
 
 def test_completion_of_models_reads_no_large_library() -> None:
