@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
 from quire.core.process import freeze_heap
 from quire.kernels.cpu.native_build import CHOICE_VARIABLE, cpu_flags
+from tests.quick_interpreter import quicken
 from tests.shallow_model import write_shallow_model
 from tests.tiers import HAS_GPU, LONG_VARIABLE, is_long
 
@@ -160,14 +160,10 @@ def _usual_context_once(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_interpreter() -> None:
-    """Triton's interpreter computes for each sum and product of integers whether it overflows, in a dozen operations,
-    and drops the result, as its option `debug` is off: a third of the time of the tests of attention."""
-    if "triton.runtime.interpreter" in sys.modules:
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        options = interpreter.interpreter_builder.options
-        assert not options.debug, "overflows are asserted"
-        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""Kernels divide their work among threads: here there are two to divide it among."""
+"""Kernels for CPUs divide their work among threads: here there are two to divide it among."""
 
 import importlib
 import os
@@ -11,8 +11,10 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _two_threads(request: pytest.FixtureRequest) -> None:
+    """Those for GPUs use none, and two that wait for each other beside other tests take the time of both."""
+    if not request.path.name.startswith("test_gpu_"):
+        torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True, scope="session")
