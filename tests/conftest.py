@@ -30,6 +30,7 @@ if not HAS_GPU:
 # One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
 # for one another take the cores that others need, and what takes a second takes minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for those that have two all the same
 # Tests compare the bits of one batch with those of another, and on a matrix unit these differ: it has tests of its own.
 if "amx_bf16" in cpu_flags():
     os.environ.setdefault(CHOICE_VARIABLE, "avx512_vnni")

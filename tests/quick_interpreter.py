@@ -16,7 +16,7 @@ INTERPRETER = "triton.runtime.interpreter"
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """It computes for each sum and product of integers whether it overflows, in a dozen operations, and drops the
-    result, as its option `debug` is off; and for each tensor its shape and its type of numpy, of which there are few."""
+    result, as its option `debug` is off; and for each tensor its shape and its type of numpy: there are few."""
     if INTERPRETER not in sys.modules:
         return
     interpreter = importlib.import_module(INTERPRETER)
