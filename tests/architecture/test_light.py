@@ -14,7 +14,7 @@ class Absent:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Absent())
-import quire.cli.bench_engine, quire.cli.bench_processes, quire.cli.bench_processes
+import quire.cli.bench_engine, quire.cli.bench_processes, quire.cli.bench_scheduler, quire.cli.doctor, quire.cli.serve
 from quire import LLM, SamplingParams
 from quire.formats.presets import SHAPES
 SHAPES["smollm2-135m"] = replace(SHAPES["smollm2-135m"], num_layers=1, vocab_size=999)
@@ -32,10 +32,12 @@ ABSENT = (
     "pydantic",
     "msgspec",
     "llguidance",
+    "triton",
 )
 
 
 def test_the_offline_engine_needs_neither_web_stack_nor_gguf() -> None:
+    """Nor do the commands, the server among them, to be imported: what an extra would bring is named when it lacks."""
     command = [sys.executable, "-c", CODE.format(absent=ABSENT)]
     result = children.run(command, capture_output=True, text=True, check=False)
     assert result.stdout == "[3, 3]\n", result.stderr[-2000:]

@@ -56,13 +56,16 @@ for repository, file_name, revision, token in json.loads(sys.argv[1]):
 """
 
 
-def test_a_hub_id_is_fetched_once_and_generates(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_once_and_generates_and_an_unreachable_hub_is_reported(hub: Hub, tmp_path: Path) -> None:
     fetched = run(hub, tmp_path, SPEAK, "run", "people/tiny", *WORDS)
     assert fetched.returncode == 0 and fetched.stdout.strip(), fetched.stderr
     files = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET") and "/resolve/" in line}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and "pytorch_model.bin" not in files
-    again = run(hub, tmp_path, FETCH, json.dumps([("people/tiny", None, None, None)]), reachable=False)
-    assert again.stdout.startswith("fetched") and "model.safetensors" in again.stdout, again.stderr
+    wanted = [(name, None, None, None) for name in ("people/tiny", "people/files")]
+    again = run(hub, tmp_path, FETCH, json.dumps(wanted), reachable=False)
+    there, absent = again.stdout.splitlines()
+    assert there.startswith("fetched") and "model.safetensors" in there, again.stderr
+    assert absent.startswith("FetchFailed people/files is not in the hub's cache"), again.stderr
 
 
 def test_refusals_of_the_hub_are_explained_and_a_token_opens(hub: Hub, tmp_path: Path) -> None:
@@ -82,11 +85,6 @@ def test_refusals_of_the_hub_are_explained_and_a_token_opens(hub: Hub, tmp_path:
     assert gated.startswith("FetchFailed people/gated is gated") and wrong_token == gated
     assert no_file.startswith("ModelNotFound people/tiny has no file other.gguf")
     assert opened.startswith("fetched") and "model.safetensors" in opened and "pytorch_model.bin" not in opened
-
-
-def test_an_unreachable_hub_is_reported(hub: Hub, tmp_path: Path) -> None:
-    result = run(hub, tmp_path, FETCH, json.dumps([("people/tiny", None, None, None)]), reachable=False)
-    assert result.stdout.startswith("FetchFailed people/tiny is not in the hub's cache"), result.stderr
 
 
 COMMANDS = """

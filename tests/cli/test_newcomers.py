@@ -14,22 +14,8 @@ from quire.cli.printed_reply import PrintedReply, ReplyEnd
 from quire.cli.usage_errors import OTHER_BENCH_OPTIONS
 from quire.server.batch import runner
 from quire.version import __version__
-from tests import children
 from tests.cli.commands import SMALL, Shell
 from tests.server.server_process import wait_until
-
-WITHOUT_EXTRAS = """
-import sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("triton", "transformers", "starlette", "uvicorn", "llguidance"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-import quire.cli.bench_engine, quire.cli.bench_processes, quire.cli.bench_scheduler, quire.cli.doctor, quire.cli.serve
-print("imported")
-"""
 
 
 @pytest.mark.parametrize("name, extra", [("kernels", "gpu"), ("transformers", "bench")])
@@ -40,11 +26,6 @@ def test_a_benchmark_names_the_extra_that_it_needs(
     result = quire("bench", name)
     assert result.status == 2 and f'pip install "quire[{extra}]"' in result.err
     assert result.err.count("\n") == 1
-
-
-def test_commands_are_imported_without_any_extra() -> None:
-    ended = children.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False)
-    assert ended.stdout == "imported\n", ended.stderr[-2000:]
 
 
 def test_an_interrupted_batch_says_how_it_goes_on(

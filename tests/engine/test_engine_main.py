@@ -63,43 +63,30 @@ def test_the_engine_of_a_server_reads_the_tokenizer_with_the_vocabulary(shallow_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads them")
-def test_the_libraries_of_torch_are_loaded_without_its_import() -> None:
-    code = """
-import sys
-from pathlib import Path
-from shutil import which
-from subprocess import PIPE
-from quire.engine.startup import preload_torch
-preload_torch().join()
-assert "torch" not in sys.modules
-assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
-import torch
-assert torch.ones(3).sum() == 3
-assert preload_torch() is None
-"""
-    child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads them")
-def test_no_library_is_loaded_beside_those_of_torch() -> None:
-    """It would wait for them, and all threads with it."""
+def test_the_libraries_of_torch_are_loaded_without_its_import_and_no_other_beside_them() -> None:
+    """Another one would wait for them, and all threads with it."""
     code = """
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 def extensions():
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     return {name for name, file in files.items() if file.endswith(tuple(EXTENSION_SUFFIXES))}
 from quire.engine.startup import import_without_torch, preload_torch
 preload_torch().join()
+assert "torch" not in sys.modules
+assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
 before = extensions()
 import_without_torch()
 import quire.engine.engine_server, quire.formats.open_checkpoint
 assert "quire.sched.scheduler" in sys.modules and "torch" not in sys.modules
 print(sorted(extensions() - before))
+import torch
+assert torch.ones(3).sum() == 3
+assert preload_torch() is None
 """
     child = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert child.stdout == "[]\n", child.stdout + child.stderr
+    assert (child.returncode, child.stdout) == (0, "[]\n"), child.stdout + child.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux" or which("gcc") is None, reason="needs Linux and gcc")

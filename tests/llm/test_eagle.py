@@ -1,5 +1,6 @@
 """EAGLE-3 heads in whole engines: outputs are those without, and drafts are those of a head in plain torch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from quire.engine import build_draft
 from quire.engine.build import build
 from quire.engine.open_model import open_model
 from quire.engine.prefix_transfer import EngineRole
+from quire.formats.presets import SHAPES
 from quire.kernels.cpu.torch_kernels import TorchCpuKernels
 from quire.kernels.draft_interface import REFERENCE_DRAFT_KERNELS
 from quire.kernels.select import KernelChoice, select_kernels
@@ -99,8 +101,9 @@ def test_the_kernels_of_a_gpu_draft_the_same(
     assert [reference.drafts(text, len(drafts)) for text, drafts in found] == [drafts for _, drafts in found]
 
 
-def test_a_head_of_the_models_shape_has_dummy_weights(tiny_folder: Path) -> None:
+def test_a_head_of_the_models_shape_has_dummy_weights(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For measurements. With weights of a model it is the name of a folder as any other."""
+    monkeypatch.setitem(SHAPES, "smollm2-135m", replace(SHAPES["smollm2-135m"], num_layers=6, vocab_size=4096))
     settings = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory": "16MiB", "speculative": "eagle:dummy"}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     texts = []

@@ -17,6 +17,7 @@ from quire.sched.state import Counters
 from quire.sim.runners import SimRow
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, OPTIMISTIC, VOCAB, Bench, counting, oracle_output
+from tests.tiers import long_only
 
 ALWAYS = SpeculationPolicy(max_drafts=3, governed=False)
 
@@ -338,7 +339,7 @@ def test_what_a_grammar_forces_waits_for_no_draft_model() -> None:
     assert (planned > 0).tolist() == [True, False, True, True]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 100, 2000])
+@pytest.mark.parametrize("num_tokens", [0, 2000, *long_only([100])])
 def test_what_tries_make_a_draft_model_compute_is_a_small_share_of_the_time(num_tokens: int) -> None:
     made, rows = drafting_for(16, num_tokens)
     settle(made, rows, [0] * 16)
