@@ -169,15 +169,21 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_torch_threads() -> Iterator[None]:
-    """A module that uses torch has imported it by now; the others do not pay for it. Engines that are built in this
-    process give none of its memory back: the tests that follow would read it again."""
+    """A module that uses torch has imported it by now; the others do not pay for it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if "torch" in sys.modules:
             importlib.import_module("torch").set_num_threads(TORCH_THREADS)
-        if "quire.engine.first_steps" in sys.modules:
-            monkeypatch.setattr("quire.engine.first_steps.release_libraries", lambda: 0)
-            monkeypatch.setattr("quire.engine.first_steps.trim_heap", lambda: None)
         if "quire.kernels.select" in sys.modules:
             cores = importlib.import_module("quire.kernels.cpu.usable_cores").UsableCores(TORCH_THREADS, "a test")
             monkeypatch.setattr("quire.kernels.select.usable_cores", lambda: cores)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_kept() -> Iterator[None]:
+    """Engines that are built in this process give none of its memory back: the tests after it would read it again."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "quire.engine.first_steps" in sys.modules:
+            monkeypatch.setattr("quire.engine.first_steps.release_libraries", lambda: 0)
+            monkeypatch.setattr("quire.engine.first_steps.trim_heap", lambda: None)
         yield

@@ -37,6 +37,7 @@ def unread_of(server: RunningServer) -> dict[ReaderWatch, int]:
 
 
 def fire(server: RunningServer, timers: Timers, delay_s: float) -> None:
+    wait_until(lambda: timers.running(delay_s))  # set by the loop a moment after the output is known to wait
     (handle,) = timers.running(delay_s)
     handle_run = handle._run
     server.in_loop(handle_run)
