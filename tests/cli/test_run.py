@@ -2,6 +2,8 @@
 
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,11 +12,26 @@ import pytest
 from tests import children
 from tests.cli.commands import QUIRE, SMALL, Shell
 
+# `quire run`, which waits for ever where the weights are read: after the headline, and before any text.
+WAITING = """
+import os, sys
+
+class Wait:
+    def find_spec(self, name, path=None, target=None):
+        if name == "quire.weights.gguf_dequantize":
+            os.read(os.pipe()[0], 1)
+
+sys.meta_path.insert(0, Wait())
+sys.argv[0] = "quire"
+from quire.cli.entry import main
+main()
+"""
+
 on_shallow_model = pytest.mark.usefixtures("shallow_default")  # two layers of the default model
 
 
-def start(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
-    command = [QUIRE, "run", *arguments, *SMALL]
+def start(*arguments: str, program: Sequence[str] = (QUIRE,)) -> AbstractContextManager["subprocess.Popen[str]"]:
+    command = [*program, "run", *arguments, *SMALL]
     pipe = subprocess.PIPE
     return children.started(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
@@ -63,7 +80,7 @@ def test_control_c_ends_a_completion() -> None:
 
 @on_shallow_model
 def test_control_c_ends_a_start() -> None:
-    with start("Once upon a time", "-v") as running:
+    with start("Once upon a time", "-v", program=[sys.executable, "-c", WAITING]) as running:
         assert running.stderr is not None
         running.stderr.readline()  # the headline: now it loads
         running.send_signal(signal.SIGINT)
