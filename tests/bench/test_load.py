@@ -18,6 +18,7 @@ from quire.bench.service_levels import (
     parse_level,
     plain,
     summarize,
+    violations,
 )
 from quire.core.errors import ConfigError
 from quire.workload.traces import TraceRow, TraceWindow, sample
@@ -132,6 +133,19 @@ def test_capacity_of_the_simulated_server(quire: Shell) -> None:
     assert found["scale"] == pytest.approx(max(held), abs=1e-4) and len(held) < len(found["probes"])
     table = quire(*asked, "--tolerance", "1", "--level", "1/1")
     assert table.status == 0 and "none of the tried rates" in table.out
+    assert "tokens came up to" in table.out or "came late" in table.out
+
+
+def test_a_level_that_requests_alone_miss_ends_the_search_with_the_reason(quire: Shell, tmp_path: Path) -> None:
+    """The search goes down to the lowest rate with 20 requests: one of them alone would meet any level."""
+    longer = [(500 * number, 60_000 if number in (5, 15) else 500, 3, [number]) for number in range(80)]
+    file = trace(tmp_path, *longer)
+    asked = ("bench", "capacity", "--simulate", "--trace", file, "--seconds", "40", "--level", "1000/100")
+    [found] = json.loads(quire(*asked, "--json").out)["levels"]
+    assert found["capacity_per_s"] is None and [each["scale"] for each in found["probes"]] == [1.0, 0.5, 0.25]
+    assert found["missed"]["of"] == 20 and found["missed"]["shortest_prompt"] <= 60_000
+    table = " ".join(quire(*asked).out.split())
+    assert "missed it at the lowest rate: first tokens of prompts of" in table and "fewer than 20 requests" in table
 
 
 # Figures.
@@ -160,6 +174,17 @@ def test_goodput_counts_requests_that_meet_both_limits() -> None:
     assert plain(summary, records, [level])["levels"] == [
         {"level": "500/100", "met_share": 0.25, "goodput_per_s": 0.25 * summary.requests_per_s}
     ]
+
+
+def test_why_a_level_was_missed() -> None:
+    level = ServiceLevel(500, 100)
+    slow, failed = record((0.1, 1), (0.4, 1)), record((0.1, 1), error="lost")
+    late = [record((0.6, 1))._replace(num_prompt=length) for length in (70, 30)]
+    found = violations([*late, slow, failed, record((0.1, 1))], level)
+    assert (found.requests, found.of, found.failed, found.shortest_prompt) == (4, 5, 1, 30)
+    assert found.ttft_ms == pytest.approx(600) and "--max-prompt 29 " in found.reason()
+    assert "tokens came up to 300.0 ms apart" in violations([slow], level).reason()
+    assert "all of these failed" in violations([failed], level).reason()
 
 
 def test_a_level_is_two_positive_numbers() -> None:

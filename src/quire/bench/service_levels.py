@@ -118,6 +118,45 @@ def attainment(records: Many[ServedRequest], level: ServiceLevel) -> float:
     return sum(level.is_met_by(record) for record in records) / len(records)
 
 
+class LevelViolations(NamedTuple):
+    """Which requests of a load did not meet a level."""
+
+    requests: int
+    of: int
+    failed: int
+    slowest_ms: float | None  # TPOT, of all that were served
+    shortest_prompt: int | None  # tokens, of those whose first token came late
+    ttft_ms: float | None  # of that one
+
+    def reason(self) -> str:
+        text = f"{self.requests} of {self.of} requests missed it at the lowest rate"
+        if self.failed == self.requests:
+            return f"{text}: all of these failed."
+        if self.shortest_prompt is None:
+            return f"{text}: none by its first token, but tokens came up to {self.slowest_ms:,.1f} ms apart (TPOT)."
+        shortest, ttft_ms = self.shortest_prompt, self.ttft_ms
+        return (
+            f"{text}: first tokens of prompts of {shortest:,} tokens and more came late, the shortest after "
+            f"{ttft_ms:,.0f} ms. --max-prompt {shortest - 1} leaves these out."
+        )
+
+
+def violations(records: Many[ServedRequest], level: ServiceLevel) -> LevelViolations:
+    misses = [record for record in records if not level.is_met_by(record)]
+    served = [record for record in misses if record.served]
+    late = [record for record in served if 1000 * record.ttft_s > level.ttft_ms]
+    shortest = min(late, key=lambda record: (record.num_prompt, record.number), default=None)
+    slowest_s = max([record.tpot_s or 0.0 for record in served], default=None)
+    return LevelViolations(
+        len(misses),
+        len(records),
+        len(misses) - len(served),
+        None if slowest_s is None else round(1000 * slowest_s, 4),
+        None if shortest is None else shortest.num_prompt,
+        None if shortest is None else round(1000 * shortest.ttft_s, 4),
+    )
+
+
 class LoadSummary(NamedTuple):
     """The figures of one load."""
 
@@ -244,7 +283,7 @@ def find_capacity(
     bisected until these two differ by less than `tolerance`. The highest that holds is the capacity. With a smaller
     `factor`, the first step away from the first rate is that; each further one is its square.
 
-    A probe is None where the rate is so low that no request is sent: then the search ends."""
+    A probe is None where the rate is so low that nothing can be said of it: then the search ends."""
     probes: list[CapacityProbe] = []
     low: float | None = None
     high: float | None = None

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from quire.bench.service_levels import (
     percentile_curves,
     plain,
     summarize,
+    violations,
 )
 from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
 from quire.bench.simulated import H200_MACHINE, HTTP_OVERHEAD, simulate, sizings
@@ -169,48 +171,74 @@ def _print_load(run: LoadRun, summary: LoadSummary, figures: Mapping[str, Any]) 
         out.print(f"{summary.failed} failed: {error}")
 
 
+_FEWEST = 20  # requests: of fewer, the share that meets a level says little of the load
+
+
+class CapacitySearch:
+    """The search for one level, with the load of its lowest rate."""
+
+    def __init__(self, run: LoadRun, level: ServiceLevel, tolerance: float) -> None:
+        self._run, self._level = run, level
+        self._rows: list[TraceRow] = []
+        self._lowest: list[ServedRequest] = []
+        self._lowest_scale = inf
+        self.probes = find_capacity(self._probe, 1.0, tolerance)
+        self.best = max([each for each in self.probes if each.holds], key=lambda each: each.scale, default=None)
+        self.missed = violations(self._lowest, level) if self.best is None else None
+
+    def _probe(self, scale: float) -> CapacityProbe | None:
+        try:
+            rows = self._run.rows(scale)
+        except ConfigError:
+            if scale < 1:  # no request comes within the window
+                return None
+            raise
+        if scale < 1 and (len(rows) < _FEWEST or rows == self._rows):  # too few to judge, or all that is left at once
+            return None
+        self._rows, records = rows, self._run.send(rows)
+        if scale < self._lowest_scale:
+            self._lowest_scale, self._lowest = scale, records
+        made = CapacityProbe(scale, summarize(records).requests_per_s, attainment(records, self._level))
+        _say(f"level {self._level}: {made.requests_per_s:.2f} requests/s: met by {made.met_share:.1%}")
+        return made
+
+    @property
+    def bracketed(self) -> bool:
+        return not all(each.holds for each in self.probes)
+
+    def figures(self) -> dict[str, object]:
+        best = self.best
+        return {
+            "level": str(self._level),
+            "capacity_per_s": None if best is None else round(best.requests_per_s, 4),
+            "scale": None if best is None else round(best.scale, 4),
+            "bracketed": self.bracketed,
+            "missed": None if self.missed is None else self.missed._asdict(),
+            "probes": [each._asdict() for each in self.probes],
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        most = "none of the tried rates" if self.best is None else f"{self.best.requests_per_s:.2f}"
+        scale = "–" if self.best is None else f"{self.best.scale:.2f}"
+        return str(self._level), most if self.bracketed else f"at least {most}", scale, str(len(self.probes))
+
+
 def capacity(run: LoadRun, levels: Many[ServiceLevel], tolerance: float, as_json: bool) -> None:
-    found: list[dict[str, object]] = []
-    for level in levels:
-
-        def probe(scale: float, level: ServiceLevel = level) -> CapacityProbe | None:
-            try:
-                rows = run.rows(scale)
-            except ConfigError:
-                if scale < 1:  # no request comes within the window
-                    return None
-                raise
-            records = run.send(rows)
-            made = CapacityProbe(scale, summarize(records).requests_per_s, attainment(records, level))
-            _say(f"level {level}: {made.requests_per_s:.2f} requests/s: met by {made.met_share:.1%}")
-            return made
-
-        probes = find_capacity(probe, 1.0, tolerance)
-        best = max([each for each in probes if each.holds], key=lambda each: each.scale, default=None)
-        found.append(
-            {
-                "level": str(level),
-                "capacity_per_s": None if best is None else round(best.requests_per_s, 4),
-                "scale": None if best is None else round(best.scale, 4),
-                "bracketed": not all(each.holds for each in probes),
-                "probes": [each._asdict() for each in probes],
-            }
-        )
+    searches = {level: CapacitySearch(run, level, tolerance) for level in levels}
     if as_json:
+        found = [search.figures() for search in searches.values()]
         print(json.dumps({"bench": "capacity", **run.facts(), "levels": found}))
         return
     out.print(f"{run.trace} · {run.place} · quire {__version__}")
     table = Table("level, ms", "requests/s at which 99 % meet it", "factor on the given rate", "loads")
-    for each, level in zip(found, levels, strict=True):
-        most = "none of the tried rates" if each["scale"] is None else f"{each['capacity_per_s']:.2f}"
-        assert isinstance(each["probes"], list)
-        table.add_row(
-            str(level),
-            most if each["bracketed"] else f"at least {most}",
-            "–" if each["scale"] is None else f"{each['scale']:.2f}",
-            str(len(each["probes"])),
-        )
+    for search in searches.values():
+        table.add_row(*search.cells())
     out.print(table)
+    for level, search in searches.items():
+        if search.missed is not None:
+            out.print(f"level {level}: {search.missed.reason()}")
+            out.print(f"Lower rates have fewer than {_FEWEST} requests in the given seconds.", style="dim")
 
 
 def overhead(load: ServingLoad, repeats: int, as_json: bool) -> None:
