@@ -133,19 +133,21 @@ def test_capacity_of_the_simulated_server(quire: Shell) -> None:
     assert found["scale"] == pytest.approx(max(held), abs=1e-4) and len(held) < len(found["probes"])
     table = quire(*asked, "--tolerance", "1", "--level", "1/1")
     assert table.status == 0 and "none of the tried rates" in table.out
-    assert "tokens came up to" in table.out or "came late" in table.out
+    assert "had their first token late" in table.out
 
 
 def test_a_level_that_requests_alone_miss_ends_the_search_with_the_reason(quire: Shell, tmp_path: Path) -> None:
-    """The search goes down to the lowest rate with 20 requests: one of them alone would meet any level."""
-    longer = [(500 * number, 60_000 if number in (5, 15) else 500, 3, [number]) for number in range(80)]
+    """The search goes down to the rate with 20 requests: one of them alone would meet any level."""
+    longer = [(500 * number, 60_000 if number in (5, 15) else 500, 3, [number]) for number in range(70)]
     file = trace(tmp_path, *longer)
-    asked = ("bench", "capacity", "--simulate", "--trace", file, "--seconds", "40", "--level", "1000/100")
+    asked = ("bench", "capacity", "--simulate", "--trace", file, "--seconds", "35", "--level", "1000/100")
     [found] = json.loads(quire(*asked, "--json").out)["levels"]
-    assert found["capacity_per_s"] is None and [each["scale"] for each in found["probes"]] == [1.0, 0.5, 0.25]
-    assert found["missed"]["of"] == 20 and found["missed"]["shortest_prompt"] <= 60_000
+    scales = [each["scale"] for each in found["probes"]]
+    assert found["capacity_per_s"] is None and scales == pytest.approx([1.0, 0.5, 20 / 70])
+    assert found["missed"]["of"] == 20 and found["missed"]["too_long"] == 60_000
     table = " ".join(quire(*asked).out.split())
-    assert "missed it at the lowest rate: first tokens of prompts of" in table and "fewer than 20 requests" in table
+    assert "So did all prompts of 60,000 tokens and more; without them: --max-prompt 59999." in table
+    assert "fewer than some 20 requests" in table
 
 
 # Figures.
@@ -178,13 +180,18 @@ def test_goodput_counts_requests_that_meet_both_limits() -> None:
 
 def test_why_a_level_was_missed() -> None:
     level = ServiceLevel(500, 100)
-    slow, failed = record((0.1, 1), (0.4, 1)), record((0.1, 1), error="lost")
-    late = [record((0.6, 1))._replace(num_prompt=length) for length in (70, 30)]
-    found = violations([*late, slow, failed, record((0.1, 1))], level)
-    assert (found.requests, found.of, found.failed, found.shortest_prompt) == (4, 5, 1, 30)
-    assert found.ttft_ms == pytest.approx(600) and "--max-prompt 29 " in found.reason()
-    assert "tokens came up to 300.0 ms apart" in violations([slow], level).reason()
-    assert "all of these failed" in violations([failed], level).reason()
+    slow, failed, met = record((0.1, 1), (0.4, 1)), record((0.1, 1), error="lost"), record((0.1, 1))
+    late = [record((0.6, 1))._replace(num_prompt=length) for length in (70, 30, 7)]
+    found = violations([*late, slow, failed, met], level)
+    assert found[:5] == (5, 6, 1, 3, 1) and found[5:7] == pytest.approx((600, 300))
+    assert found.too_long == 30, "one of 10 tokens was in time, later than one of 7"
+    assert found.reason() == (
+        "5 of 6 requests missed it at the lowest rate: 1 failed; 3 had their first token late, after up to 600 ms; "
+        "1 had their tokens late, up to 300.0 ms apart. So did all prompts of 30 tokens and more; without them: "
+        "--max-prompt 29."
+    )
+    assert violations(late, level).too_long is None, "without them there is no request"
+    assert violations([failed], level).reason().endswith("at the lowest rate: 1 failed.")
 
 
 def test_a_level_is_two_positive_numbers() -> None:
@@ -199,6 +206,17 @@ def test_capacity_is_found_within_the_tolerance(limit: float) -> None:
     probes = find_capacity(lambda scale: CapacityProbe(scale, scale, float(scale <= limit)), 1.0, 0.05)
     best = max(probe.scale for probe in probes if probe.holds)
     assert limit / 1.05 <= best <= limit
+
+
+def test_the_lowest_rate_is_tried_before_the_search_ends() -> None:
+    def probe(scale: float) -> CapacityProbe:
+        return CapacityProbe(scale, scale, float(scale <= 0.75))
+
+    assert find_capacity(probe, 1.0, 0.05, lowest=0.7)[1].scale == 0.7
+    best = max(probe.scale for probe in find_capacity(probe, 1.0, 0.05, lowest=0.7) if probe.holds)
+    assert 0.75 / 1.05 <= best <= 0.75
+    assert [each.scale for each in find_capacity(probe, 1.0, 0.05, lowest=0.8)] == [1.0, 0.8]
+    assert len(find_capacity(probe, 1.0, 0.05, lowest=1.0)) == 1
 
 
 def test_a_search_without_an_end_stops() -> None:

@@ -87,7 +87,7 @@ def test_a_queue_makes_steps_longer_by_the_root_of_its_time() -> None:
 
 def test_a_late_step_holds_all_that_prompts_lack_or_as_much_as_its_limit_allows() -> None:
     found = pace(Demand(long=1900))
-    assert found == Pace(2032, StepBound.LONG_PROMPT), "the smallest that holds it, and not the efficient size"
+    assert found == Pace(2032, StepBound.LONG_PROMPT, long=True), "the smallest that holds it"
     found = pace(Demand(long=60_000))
     following = SIZES[SIZES.index(found.num_tokens) + 1]
     assert seconds(found.num_tokens) <= TARGETS.long_limit_s < seconds(following)
@@ -100,7 +100,7 @@ def test_a_late_step_is_longer_beside_few_rows() -> None:
     for rows, limit_s in zip((8, 16), limits_s[2:4], strict=True):
         assert rows * (limit_s - 0.012) == pytest.approx(DELAY_S), "what it delays all rows together"
     assert limits_s[-2:] == [pytest.approx(LOAD_STRETCH * 0.012)] * 2
-    assert long_limit_s(0.2, 0.012, 4) == 0.2, "no longer than the longest, or than others are anyway"
+    assert long_limit_s(0.09, 0.012, 4) == limits_s[0], "no longer than the longest, however long others are"
 
 
 def test_without_decoding_rows_a_step_has_the_efficient_size() -> None:
@@ -162,16 +162,47 @@ def test_the_first_arrivals_are_no_burst_and_a_clock_that_jumps_back_does_no_har
 def test_few_steps_are_late_for_long_prompts() -> None:
     late, steps, num_late = LateSteps(), 100_000, 0
     for _ in range(steps):
-        num_late += late.allowed
-        late.note(5.0 if late.allowed else 0.0)
-    assert num_late == pytest.approx(LATE_SHARE * steps, rel=0.03)
-    assert late.usual < 1.1, "they do not count as usual"
+        num_late += (allowed := late.allowed)
+        late.note(5.0 if allowed else 0.0, long=allowed)
+    assert num_late == pytest.approx(LATE_SHARE * steps, rel=0.01)
     for _ in range(8):
         late.note(20.0)
     assert not late.allowed
     for _ in range(round(3 / LATE_SHARE)):
         late.note()
     assert not late.allowed, "what a queue took is paid back first"
+
+
+def test_late_steps_after_an_overload_do_not_go_on_for_ever() -> None:
+    """Where steps were long for minutes, those for long prompts are as long: they cost as much as any, and do not say
+    what is usual."""
+    late, num_late = LateSteps(), 0
+    for _ in range(5000):
+        late.note(8.0)
+    assert late.usual == pytest.approx(8.0, rel=0.1)
+    for number in range(20_000):
+        num_late += (allowed := late.allowed)
+        late.note(6.5 if allowed else 2.0 if number % 10 == 0 else 0.5, long=allowed)
+    assert late.usual == pytest.approx(2.0, rel=0.2)
+    assert num_late <= LATE_SHARE * 20_000
+
+
+def test_late_steps_cost_as_much_where_others_are_as_long() -> None:
+    late, num_late = LateSteps(), 0
+    for number in range(20_000):
+        num_late += (allowed := late.allowed)
+        late.note(6.5 if allowed else 6.0 if number % 10 == 0 else 0.5, long=allowed)
+    assert late.usual > 5.0
+    assert num_late <= LATE_SHARE / 5 * 20_000 + 8
+
+
+def test_a_step_just_above_the_target_is_not_late_for_a_long_prompt() -> None:
+    late = LateSteps()
+    for _ in range(round(2 / LATE_SHARE)):
+        late.note()
+    for _ in range(100):
+        late.note(1.1, long=True)
+    assert late.allowed
 
 
 @pytest.mark.parametrize("share", [0.005, 0.05, 0.5])
@@ -184,6 +215,6 @@ def test_steps_as_long_as_usual_are_not_late(share: float) -> None:
     if share > 0.01:
         credit = 0
         for longer in generator.random(10_000) < share:
-            credit += late.allowed
-            late.note(8.0 if late.allowed else 2.0 if longer else 0.5)
+            credit += (allowed := late.allowed)
+            late.note(8.0 if allowed else 2.0 if longer else 0.5, long=allowed)
         assert credit == pytest.approx(LATE_SHARE / 2 * 10_000, rel=0.25), "half as many where steps take twice as long"

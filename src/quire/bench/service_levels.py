@@ -119,41 +119,46 @@ def attainment(records: Many[ServedRequest], level: ServiceLevel) -> float:
 
 
 class LevelViolations(NamedTuple):
-    """Which requests of a load did not meet a level."""
+    """The requests of a load that did not meet a level."""
 
     requests: int
     of: int
     failed: int
-    slowest_ms: float | None  # TPOT, of all that were served
-    shortest_prompt: int | None  # tokens, of those whose first token came late
-    ttft_ms: float | None  # of that one
+    late: int  # first tokens
+    slow: int  # by TPOT
+    latest_ms: float | None  # TTFT of those served
+    slowest_ms: float | None  # TPOT of those served
+    too_long: int | None  # tokens: all prompts of this length and more were late, and a shorter one was not
 
     def reason(self) -> str:
-        text = f"{self.requests} of {self.of} requests missed it at the lowest rate"
-        if self.failed == self.requests:
-            return f"{text}: all of these failed."
-        if self.shortest_prompt is None:
-            return f"{text}: none by its first token, but tokens came up to {self.slowest_ms:,.1f} ms apart (TPOT)."
-        shortest, ttft_ms = self.shortest_prompt, self.ttft_ms
-        return (
-            f"{text}: first tokens of prompts of {shortest:,} tokens and more came late, the shortest after "
-            f"{ttft_ms:,.0f} ms. --max-prompt {shortest - 1} leaves these out."
-        )
+        parts = [
+            f"{self.failed} failed" * (self.failed > 0),
+            f"{self.late} had their first token late, after up to {self.latest_ms or 0:,.0f} ms" * (self.late > 0),
+            f"{self.slow} had their tokens late, up to {self.slowest_ms or 0:,.1f} ms apart" * (self.slow > 0),
+        ]
+        text = f"{self.requests} of {self.of} requests missed it at the lowest rate: {'; '.join(filter(None, parts))}."
+        if self.too_long is None:
+            return text
+        without = f"without them: --max-prompt {self.too_long - 1}."
+        return f"{text} So did all prompts of {self.too_long:,} tokens and more; {without}"
 
 
 def violations(records: Many[ServedRequest], level: ServiceLevel) -> LevelViolations:
     misses = [record for record in records if not level.is_met_by(record)]
     served = [record for record in misses if record.served]
     late = [record for record in served if 1000 * record.ttft_s > level.ttft_ms]
-    shortest = min(late, key=lambda record: (record.num_prompt, record.number), default=None)
-    slowest_s = max([record.tpot_s or 0.0 for record in served], default=None)
+    slow = [record for record in served if 1000 * (record.tpot_s or 0.0) > level.tpot_ms]
+    longest = max([each.num_prompt for each in records if each.served and each not in late], default=None)
+    beyond = [record.num_prompt for record in late if longest is not None and record.num_prompt > longest]
     return LevelViolations(
         len(misses),
         len(records),
-        len(misses) - len(served),
-        None if slowest_s is None else round(1000 * slowest_s, 4),
-        None if shortest is None else shortest.num_prompt,
-        None if shortest is None else round(1000 * shortest.ttft_s, 4),
+        failed=len(misses) - len(served),
+        late=len(late),
+        slow=len(slow),
+        latest_ms=max([round(1000 * record.ttft_s, 4) for record in late], default=None),
+        slowest_ms=max([round(1000 * (record.tpot_s or 0.0), 4) for record in slow], default=None),
+        too_long=min(beyond, default=None),
     )
 
 
@@ -277,13 +282,17 @@ _DOUBLINGS = 10  # a factor of 1,024 up or down from the first probe
 
 
 def find_capacity(
-    probe: Callable[[float], CapacityProbe | None], first: float, tolerance: float, factor: float = 2.0
+    probe: Callable[[float], CapacityProbe | None],
+    first: float,
+    tolerance: float,
+    factor: float = 2.0,
+    lowest: float = 0.0,
 ) -> list[CapacityProbe]:
     """Loads up to the highest rate that holds the level: doubled or halved until one holds and one does not, then
     bisected until these two differ by less than `tolerance`. The highest that holds is the capacity. With a smaller
     `factor`, the first step away from the first rate is that; each further one is its square.
 
-    A probe is None where the rate is so low that nothing can be said of it: then the search ends."""
+    The search ends where `lowest` does not hold, or a probe is None: a rate so low that it sends nothing new."""
     probes: list[CapacityProbe] = []
     low: float | None = None
     high: float | None = None
@@ -298,9 +307,9 @@ def find_capacity(
             if high <= (1 + tolerance) * low:
                 break
             scale = (low * high) ** 0.5
-        elif len(probes) > _DOUBLINGS:
+        elif len(probes) > _DOUBLINGS or (not made.holds and scale <= lowest):
             break
         else:
-            scale *= factor if made.holds else 1 / factor
+            scale = max(scale * (factor if made.holds else 1 / factor), lowest)
             factor = min(factor * factor, 2.0)
     return probes

@@ -180,11 +180,12 @@ class CapacitySearch:
     def __init__(self, run: LoadRun, level: ServiceLevel, tolerance: float) -> None:
         self._run, self._level = run, level
         self._rows: list[TraceRow] = []
-        self._lowest: list[ServedRequest] = []
-        self._lowest_scale = inf
-        self.probes = find_capacity(self._probe, 1.0, tolerance)
+        self._sent: list[ServedRequest] = []  # at the lowest rate
+        self._scale = inf
+        self._lowest = min(_FEWEST / len(run.rows()), 1.0)
+        self.probes = find_capacity(self._probe, 1.0, tolerance, lowest=self._lowest)
         self.best = max([each for each in self.probes if each.holds], key=lambda each: each.scale, default=None)
-        self.missed = violations(self._lowest, level) if self.best is None else None
+        self.missed = violations(self._sent, level) if self.best is None else None
 
     def _probe(self, scale: float) -> CapacityProbe | None:
         try:
@@ -193,14 +194,19 @@ class CapacitySearch:
             if scale < 1:  # no request comes within the window
                 return None
             raise
-        if scale < 1 and (len(rows) < _FEWEST or rows == self._rows):  # too few to judge, or all that is left at once
+        if rows == self._rows:  # what is left of the window comes at once
             return None
         self._rows, records = rows, self._run.send(rows)
-        if scale < self._lowest_scale:
-            self._lowest_scale, self._lowest = scale, records
+        if scale < self._scale:
+            self._scale, self._sent = scale, records
         made = CapacityProbe(scale, summarize(records).requests_per_s, attainment(records, self._level))
         _say(f"level {self._level}: {made.requests_per_s:.2f} requests/s: met by {made.met_share:.1%}")
         return made
+
+    @property
+    def too_few(self) -> bool:
+        """Whether the search ended because lower rates have too few requests to judge them."""
+        return self.best is None and self._scale <= self._lowest
 
     @property
     def bracketed(self) -> bool:
@@ -238,7 +244,8 @@ def capacity(run: LoadRun, levels: Many[ServiceLevel], tolerance: float, as_json
     for level, search in searches.items():
         if search.missed is not None:
             out.print(f"level {level}: {search.missed.reason()}")
-            out.print(f"Lower rates have fewer than {_FEWEST} requests in the given seconds.", style="dim")
+        if search.too_few:
+            out.print(f"Lower rates have fewer than some {_FEWEST} requests in the given seconds.", style="dim")
 
 
 def overhead(load: ServingLoad, repeats: int, as_json: bool) -> None:

@@ -131,6 +131,7 @@ class Pace(NamedTuple):
 
     num_tokens: int
     bound: StepBound
+    long: bool = False  # longer than load and backlog need, for long prompts
 
 
 class LateSteps:
@@ -141,17 +142,20 @@ class LateSteps:
 
     def __init__(self) -> None:
         self._credit = 0.0
-        self.usual = 1.0  # the 99th percentile of the latest steps, or the target if that is more
+        self.usual = 1.0  # the 99th percentile of the latest steps but those for long prompts; at least the target
 
     @property
     def allowed(self) -> bool:
         return self._credit >= 1.0
 
-    def note(self, step: float = 0.0) -> None:
-        """A step with decoding rows, by its predicted time; 0: without prompts."""
-        late = step > LATE * self.usual
+    def note(self, step: float = 0.0, *, long: bool = False) -> None:
+        """A step with decoding rows, by its predicted time; 0: without prompts. `long`: it was for long prompts; only
+        the others say what is usual, or late steps would soon be usual ones, and free."""
+        late = step > (LATE if long else LATE * self.usual)
         self._credit = min(max(self._credit + LATE_SHARE / self.usual - late, -_MAX_CREDIT), _MAX_CREDIT)
-        self.usual = max(self.usual * (_LONGER if step > self.usual else _SHORTER), 1.0)
+        if not long:
+            usual = self.usual * (_LONGER if step > self.usual else _SHORTER)
+            self.usual = min(max(usual, 1.0), LONG_STRETCH)
 
 
 class _Sizes(NamedTuple):
@@ -174,14 +178,14 @@ class _Sizes(NamedTuple):
 
     def holding(self, num_tokens: int, limit_s: float) -> int:
         """The place of the smallest that holds this many; the largest within a limit of time if none does."""
-        last = max(sum(1 for seconds in self.seconds if seconds <= limit_s) - 1, 0)
+        last = max(sum(1 for _ in takewhile(lambda seconds: seconds <= limit_s, self.seconds)) - 1, 0)
         return next((place for place in range(last) if self.lengths[place] >= num_tokens), last)
 
 
 def long_limit_s(usual_s: float, itl_s: float, num_rows: int) -> float:
     """The longest step for long prompts beside this many rows: beyond the usual longest by what they may lose."""
     more_s = max(DELAY_S / max(num_rows, 1), (LOAD_STRETCH - 1.0) * itl_s)
-    return min(usual_s + more_s, max(LONG_STRETCH * itl_s, usual_s))
+    return min(usual_s + more_s, LONG_STRETCH * itl_s)
 
 
 def choose_pace(
@@ -227,7 +231,7 @@ def _enough(found: _Sizes, most: int, targets: Targets, ttft_s: float, demand: D
         bound = StepBound.LOAD if length >= rate * seconds else StepBound.SATURATED
     else:
         bound = StepBound.BACKLOG if place == by_backlog else StepBound.LONG_PROMPT
-    return Pace(length, bound)
+    return Pace(length, bound, long=place > max(by_load, by_backlog))
 
 
 def _timed(table: CostTable, step: StepShape, start: int, lengths: Many[int], limit_s: float) -> _Sizes:

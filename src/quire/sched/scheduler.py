@@ -343,7 +343,11 @@ class Scheduler:
         shape = self._batcher.shape(builder)
         expected_s = self._cost.predict_s(shape)
         if builder.num_decoding:
-            state.late_steps.note(0.0 if builder.pace is None else expected_s / builder.itl_s)
+            pace = builder.pace
+            if pace is None:
+                state.late_steps.note()
+            else:
+                state.late_steps.note(expected_s / builder.itl_s, long=pace.long and bool(builder.chunks))
         self._in_flight.append(
             StepInFlight(builder.step, shape, expected_s, chunks, bool(moves), builder.drafts, builder.forced)
         )
