@@ -32,6 +32,7 @@ from quire.bench.race import (
 from quire.bench.race_peer import Peer, PeerUnsupported, our_entry, peer_entry, peers_folder
 from quire.bench.service_levels import (
     CapacityProbe,
+    LevelViolations,
     LoadSummary,
     Percentiles,
     PlotPoint,
@@ -175,17 +176,18 @@ _FEWEST = 20  # requests: of fewer, the share that meets a level says little of 
 
 
 class CapacitySearch:
-    """The search for one level, with the load of its lowest rate."""
+    """The search for one level. Keeps the load of its lowest rate, for the reason where no rate holds."""
 
-    def __init__(self, run: LoadRun, level: ServiceLevel, tolerance: float) -> None:
+    def __init__(self, run: LoadRun, level: ServiceLevel) -> None:
         self._run, self._level = run, level
-        self._rows: list[TraceRow] = []
-        self._sent: list[ServedRequest] = []  # at the lowest rate
-        self._scale = inf
+        self._rows: list[TraceRow] = []  # of the last load
+        self._records: list[ServedRequest] = []  # of the load at the lowest rate
+        self._scale = inf  # of that
         self._lowest = min(_FEWEST / len(run.rows()), 1.0)
+        self.probes: list[CapacityProbe] = []
+
+    def search(self, tolerance: float) -> None:
         self.probes = find_capacity(self._probe, 1.0, tolerance, lowest=self._lowest)
-        self.best = max([each for each in self.probes if each.holds], key=lambda each: each.scale, default=None)
-        self.missed = violations(self._sent, level) if self.best is None else None
 
     def _probe(self, scale: float) -> CapacityProbe | None:
         try:
@@ -198,10 +200,19 @@ class CapacitySearch:
             return None
         self._rows, records = rows, self._run.send(rows)
         if scale < self._scale:
-            self._scale, self._sent = scale, records
+            self._scale, self._records = scale, records
         made = CapacityProbe(scale, summarize(records).requests_per_s, attainment(records, self._level))
         _say(f"level {self._level}: {made.requests_per_s:.2f} requests/s: met by {made.met_share:.1%}")
         return made
+
+    @property
+    def best(self) -> CapacityProbe | None:
+        return max([each for each in self.probes if each.holds], key=lambda each: each.scale, default=None)
+
+    @property
+    def missed(self) -> LevelViolations | None:
+        """None: some rate holds the level."""
+        return violations(self._records, self._level) if self.best is None else None
 
     @property
     def too_few(self) -> bool:
@@ -213,13 +224,13 @@ class CapacitySearch:
         return not all(each.holds for each in self.probes)
 
     def figures(self) -> dict[str, object]:
-        best = self.best
+        best, missed = self.best, self.missed
         return {
             "level": str(self._level),
             "capacity_per_s": None if best is None else round(best.requests_per_s, 4),
             "scale": None if best is None else round(best.scale, 4),
             "bracketed": self.bracketed,
-            "missed": None if self.missed is None else self.missed._asdict(),
+            "missed": None if missed is None else missed._asdict(),
             "probes": [each._asdict() for each in self.probes],
         }
 
@@ -231,7 +242,9 @@ class CapacitySearch:
 
 
 def capacity(run: LoadRun, levels: Many[ServiceLevel], tolerance: float, as_json: bool) -> None:
-    searches = {level: CapacitySearch(run, level, tolerance) for level in levels}
+    searches = {level: CapacitySearch(run, level) for level in levels}
+    for search in searches.values():
+        search.search(tolerance)
     if as_json:
         found = [search.figures() for search in searches.values()]
         print(json.dumps({"bench": "capacity", **run.facts(), "levels": found}))
